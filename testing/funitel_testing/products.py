@@ -30,8 +30,10 @@ def product(
     weight: torch.Tensor,
     x: torch.Tensor,
     activations: ActivationDtype = ActivationDtype.INT16,
+    *,
+    num_threads: int = 1,
 ) -> torch.Tensor:
-    """The fused product [rows, outputs] of activations [rows, inputs] and one matrix."""
+    """The fused product [rows, outputs] of activations [rows, inputs] and one matrix; NaN where nothing is computed."""
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
     shape = Shape(
         hidden_size=num_inputs,
@@ -41,7 +43,7 @@ def product(
         intermediate_size=num_outputs,
         num_layers=1,
         block_size=16,
-        num_threads=1,
+        num_threads=num_threads,
         level_bits=8 * activations,
     )
     engine = NativeEngine(library, shape)
@@ -53,7 +55,7 @@ def product(
             NativeOperation(Code.LINEAR, matrix, Mode.STORE, Buffer.LOGITS),
         ]
     )
-    y, rows = torch.empty(num_rows, num_outputs), torch.arange(num_rows)
+    y, rows = torch.full((num_rows, num_outputs), float("nan")), torch.arange(num_rows)
     lengths, zero = np.array([num_rows], dtype=np.int32), np.zeros(1, dtype=np.int32)
     batch = Batch(
         num_tokens=num_rows,

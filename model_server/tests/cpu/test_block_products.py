@@ -9,18 +9,10 @@ import torch
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.build import cpu_flags
-from funitel.model_server.cpu.native import (
-    Batch,
-    Buffer,
-    Code,
-    Mode,
-    NativeEngine,
-    NativeOperation,
-    Shape,
-    load_library,
-)
-from funitel.model_server.cpu.precision import MatrixKind
+from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind
 from funitel.model_server.hub.resolve import cache_folder
+from funitel_testing import products
 
 Floats = npt.NDArray[np.float32]
 SETS = [name for name, needs, _ in compiler.INSTRUCTION_SETS if needs <= cpu_flags()]
@@ -60,35 +52,10 @@ def values_of(kind: MatrixKind, raw: npt.NDArray[np.uint8]) -> Floats:
     return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name]).astype(np.float32)
 
 
-def product(
-    kind: MatrixKind, weight: torch.Tensor, x: Floats, bits: int, instruction_set: str, num_outputs: int
-) -> Floats:
-    """x [rows, inputs] by a weight of one kind: [rows, outputs]."""
-    num_rows, num_inputs = x.shape
-    shape = Shape(
-        hidden_size=num_inputs, head_dim=2, num_heads=1, num_kv_heads=1, intermediate_size=num_outputs, num_layers=1,
-        block_size=16, num_threads=2, level_bits=bits,
-    )  # fmt: skip
-    engine = NativeEngine(load_library(cache_folder(None), instruction_set), shape)
-    matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
-    engine.set_program(
-        [
-            NativeOperation(Code.PREPARE, Buffer.X, 0, matrix),
-            NativeOperation(Code.LINEAR, matrix, Mode.STORE, Buffer.PARTIAL, scale=1.0),
-        ]
-    )
-    rows = torch.from_numpy(np.ascontiguousarray(x))
-    out = torch.full((num_rows, num_inputs), float("nan"))
-    assert num_outputs == num_inputs  # the partial buffer is as wide as hidden states
-    ints = {name: np.zeros(1, dtype=np.int32) for name in ("starts", "blocks", "table_starts")}
-    lengths = np.array([num_rows], dtype=np.int32)
-    batch = Batch(
-        num_tokens=num_rows, num_rows=1, x=rows.data_ptr(), partial=out.data_ptr(), lengths=lengths.ctypes.data
-    )
-    for name, values in ints.items():
-        setattr(batch, name, values.ctypes.data)
-    engine.run(batch, 0)
-    return out.numpy()
+def product(kind: MatrixKind, weight: torch.Tensor, x: Floats, bits: int, instruction_set: str) -> Floats:
+    """x [rows, inputs] by a weight of one kind, on two threads: [rows, outputs]."""
+    library, rows = load_library(cache_folder(None), instruction_set), torch.from_numpy(np.ascontiguousarray(x))
+    return products.product(library, kind, weight, rows, ActivationDtype(bits // 8), num_threads=2).numpy()
 
 
 def levels_of(x: Floats, bits: int) -> npt.NDArray[np.float64]:
@@ -118,7 +85,7 @@ def test_a_product_is_that_of_the_values_of_gguf(kind: MatrixKind, bits: int, in
     raw = random_blocks(kind, size, size)
     random = np.random.default_rng(7)
     x = with_outliers(random, 23, size)
-    found = product(kind, torch.from_numpy(raw), x, bits, instruction_set, size)
+    found = product(kind, torch.from_numpy(raw), x, bits, instruction_set)
     weights = values_of(kind, raw).astype(np.float64)
     exact, rounded = x.astype(np.float64) @ weights.T, levels_of(x, bits) @ weights.T
     size_of = np.linalg.norm(exact)
@@ -132,7 +99,7 @@ def test_every_instruction_set_gives_the_same_bits(kind: MatrixKind, bits: int) 
     size = 256
     raw = torch.from_numpy(random_blocks(kind, size, size))
     x = with_outliers(np.random.default_rng(8), 9, size)
-    first, *others = [product(kind, raw, x, bits, each, size) for each in SETS]
+    first, *others = [product(kind, raw, x, bits, each) for each in SETS]
     for other in others:
         assert np.array_equal(first, other)
 
@@ -143,9 +110,9 @@ def test_a_row_has_the_same_bits_in_any_company(kind: MatrixKind, bits: int) -> 
     size = 256
     raw = torch.from_numpy(random_blocks(kind, size, size))
     x = with_outliers(np.random.default_rng(9), 31, size)
-    every = product(kind, raw, x, bits, SETS[0], size)
+    every = product(kind, raw, x, bits, SETS[0])
     for count in range(1, 14):
-        assert np.array_equal(product(kind, raw, x[:count], bits, SETS[0], size), every[:count])
+        assert np.array_equal(product(kind, raw, x[:count], bits, SETS[0]), every[:count])
 
 
 @EVERY_SET
@@ -172,7 +139,7 @@ def test_no_sum_overflows_at_extreme_values(kind: MatrixKind, bits: int, codes: 
     x[5, 16:] *= -1
     x[6] = 0
     x[7] *= np.float32(1e30)
-    found = product(kind, torch.from_numpy(raw), x, bits, instruction_set, size)
+    found = product(kind, torch.from_numpy(raw), x, bits, instruction_set)
     weights = values_of(kind, raw).astype(np.float64)
     rounded = levels_of(x, bits) @ weights.T
     bound = np.abs(levels_of(x, bits)) @ np.abs(weights).T
@@ -189,7 +156,7 @@ def test_a_block_with_an_outlier_loses_no_more_than_one_without() -> None:
     spiked[:, ::32] = 300
     errors = []
     for x in (plain, spiked):
-        found = product(MatrixKind.Q8_0, torch.from_numpy(raw), x, 8, SETS[0], size)
+        found = product(MatrixKind.Q8_0, torch.from_numpy(raw), x, 8, SETS[0])
         errors.append(np.linalg.norm(found - x.astype(np.float64) @ weights.T))
     assert errors[1] < errors[0]
 
@@ -201,7 +168,7 @@ def test_int8_takes_any_number_of_inputs(size: int, bits: int, instruction_set: 
     random = np.random.default_rng(3)
     weight = torch.from_numpy(random.standard_normal((size, size)).astype(np.float32))
     x = random.standard_normal((5, size)).astype(np.float32)
-    found = product(MatrixKind.INT8, weight, x, bits, instruction_set, size)
+    found = product(MatrixKind.INT8, weight, x, bits, instruction_set)
     scales = weight.abs().amax(dim=1, keepdim=True) / 127
     codes = torch.round(weight / scales).double()
     padded = np.zeros((5, -(-size // 32) * 32), dtype=np.float32)

@@ -103,7 +103,7 @@ class Experts {
         multiply(&Mixture::down, kStore, results_, [&](const Group& group, int row) {
             return hidden_.as<float>() + group.hidden + size_t(row) * matrix(mixture_->up(group.expert)).num_outputs;
         });
-        const int width = matrix(mixture_->down(0)).num_outputs, pieces = (width + kPiece - 1) / kPiece;
+        const int width = matrix(mixture_->down(0)).num_outputs, pieces = divide_up(width, kPiece);
         for_each(threads_, num_rows_ * pieces, [&](int chunk, int) {
             int row = chunk / pieces, begin = chunk % pieces * kPiece;
             add_up(row, begin, std::min(width, begin + kPiece), width, mode, scale, target + size_t(row) * width);

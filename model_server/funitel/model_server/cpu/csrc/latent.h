@@ -269,8 +269,8 @@ class LatentAttention {
 
     template <class T>
     void gather(const Batch& batch, int layer, int window, float cap, const std::vector<Scratch*>& scratch) {
-        const int heads = shape_.num_heads, num_pieces = (heads + kMaxQueries - 1) / kMaxQueries;
-        const int each = (heads + num_pieces - 1) / num_pieces, num_items = static_cast<int>(layout_.items.size());
+        const int heads = shape_.num_heads, num_pieces = divide_up(heads, kMaxQueries);
+        const int each = divide_up(heads, num_pieces), num_items = static_cast<int>(layout_.items.size());
         for_each(threads_, num_items * num_pieces, [&](int chunk, int thread) {
             int index = num_items * num_pieces - 1 - chunk, head = index % num_pieces * each;  // longest contexts first
             const Layout::Item& item = layout_.items[index / num_pieces];

@@ -97,7 +97,7 @@ struct Matrix {
 
     Matrix(Kind kind, int outputs, int inputs, int parts)
         : kind(kind), num_outputs(outputs), num_inputs(inputs), num_parts(parts) {
-        num_panels = (outputs + kLanes - 1) / kLanes * parts;
+        num_panels = divide_up(outputs, kLanes) * parts;
         pair_bytes = weight_bytes() + (kind == kInt8 ? kPair * kLanes * sizeof(float) : 0);
     }
 
@@ -109,13 +109,13 @@ struct Matrix {
         return data != nullptr;
     }
 
-    int num_pairs() const { return (num_panels + kPair - 1) / kPair; }
+    int num_pairs() const { return divide_up(num_panels, kPair); }
     size_t num_bytes() const { return pair_bytes * num_pairs() + bias.size() * sizeof(float); }
     // Blocks of a pair; of int8 the last may be filled up with zeros.
     int num_blocks() const {
         return with_block(kind, [this](auto of) {
             constexpr int inputs = decltype(of)::Type::kInputs;
-            return (num_inputs + inputs - 1) / inputs;
+            return divide_up(num_inputs, inputs);
         });
     }
     uint8_t* pair(int index) const { return data + pair_bytes * index; }

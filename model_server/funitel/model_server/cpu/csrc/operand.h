@@ -31,11 +31,11 @@ struct Operand {
     // Rows are to follow, as many as this.
     void begin(int rows) {
         num_rows = rows;
-        int tiles = std::max(1, (rows + kTileRows - 1) / kTileRows);
-        tile_rows = (rows + tiles - 1) / tiles;
+        int tiles = std::max(1, divide_up(rows, kTileRows));
+        tile_rows = divide_up(rows, tiles);
     }
 
-    int num_tiles() const { return (num_rows + tile_rows - 1) / tile_rows; }
+    int num_tiles() const { return divide_up(num_rows, tile_rows); }
     int rows_of(int tile) const { return std::min(tile_rows, num_rows - tile * tile_rows); }
     // Bytes of `values` that the rows take for `matrix`.
     size_t num_bytes(const Matrix& matrix) const { return num_rows * row_bytes(matrix); }

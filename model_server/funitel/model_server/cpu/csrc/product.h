@@ -32,7 +32,7 @@ struct Product {
   private:
     static constexpr int kTilesEach = 96 / kTileRows;
 
-    int num_blocks() const { return (operand.num_tiles() + kTilesEach - 1) / kTilesEach; }
+    int num_blocks() const { return divide_up(operand.num_tiles(), kTilesEach); }
 
     void multiply_tile(int pair, int tile) const {
         float gates[kTileRows][kLanes];
