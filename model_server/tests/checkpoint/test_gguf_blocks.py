@@ -63,7 +63,7 @@ def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.fixture
 def exact_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values in float32, so that nothing but the products is left to differ from torch."""
-    monkeypatch.setattr(Tier, "has_half_kv", property(lambda tier: False))
+    monkeypatch.setattr(Tier, "kv_kind", lambda *arguments: MatrixKind.FLOAT32)
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_blocks_are_the_default_where_there_are_any(tmp_path: Path, caplog: pyte
     folder = add_blocks(save_tiny("llama", tmp_path, **SIZES), lambda name: None if "down_proj" in name else "Q4_1")
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
     executor, info = load(settings, folder)
-    assert (info.dtype, executor.options.dtype) == ("gguf", torch.float16)
+    assert (info.dtype, executor.options.dtype) == ("gguf", torch.bfloat16)
     said = "weights are kept as in the GGUF (Q4_1), the default on a CPU; --dtype float32 keeps them exact"
     assert said in caplog.messages
     assert any("of 14 matrices 3 are kept as int8" in text and "down_proj" in text for text in caplog.messages)

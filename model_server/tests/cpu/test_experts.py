@@ -271,7 +271,7 @@ def _known(tiny: Tiny) -> set[str]:
 def test_blocks_of_experts_lose_next_to_nothing_and_keep_bits(
     name: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tier, "has_half_kv", property(lambda tier: False))
+    monkeypatch.setattr(Tier, "kv_kind", lambda *arguments: MatrixKind.FLOAT32)
     folder, alone = saved(name), TensorParallel()
     spec, prompts = spec_of(read_json(folder / "config.json")), make_prompts(288, 33, 7, 18)
     expected = torch.cat(run(folder, alone, prompts, 4))

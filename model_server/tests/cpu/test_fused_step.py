@@ -19,7 +19,7 @@ from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.precision import MatrixKind, Tier, choose_tier
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.files.manifest import MANIFEST, VERIFIED
@@ -364,6 +364,40 @@ def test_settings_and_checkpoint_choose_the_tier(
     assert choose_tier(dtype, quantize, quantization) is tier
 
 
+@pytest.mark.parametrize(
+    ("tier", "activations", "block_size", "kind"),
+    [
+        (Tier.FLOAT32, ActivationDtype.INT8, 16, MatrixKind.FLOAT32),
+        (Tier.FLOAT16, ActivationDtype.INT8, 16, MatrixKind.FLOAT16),
+        (Tier.BFLOAT16, ActivationDtype.INT16, 16, MatrixKind.BFLOAT16),
+        (Tier.INT8, ActivationDtype.INT8, 16, MatrixKind.BFLOAT16),
+        (Tier.INT8, ActivationDtype.INT16, 16, MatrixKind.FLOAT16),
+        (Tier.GGUF, ActivationDtype.INT8, 48, MatrixKind.BFLOAT16),
+        (Tier.GGUF, ActivationDtype.INT8, 1, MatrixKind.FLOAT16),
+    ],
+)
+def test_keys_and_values_are_bfloat16_where_activations_are_rounded_and_sizes_are_even(
+    tier: Tier, activations: ActivationDtype, block_size: int, kind: MatrixKind, tmp_path: Path
+) -> None:
+    spec = spec_of(read_json(save_tiny("llama", tmp_path) / "config.json"))
+    assert tier.kv_kind(spec, block_size, activations) is kind
+
+
+@TIERS
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_what_the_pool_holds_elsewhere_changes_nothing(family: str, tier: Tier, tmp_path: Path) -> None:
+    """Not even where it is no number: tokens whose values lie beside those of another one are seen alone."""
+    folder = save_tiny(family, tmp_path)
+    decoder = fused_decoder(folder, tier, TensorParallel())
+    prompts = make_prompts(43, 11, 76, 1)
+    expected = logits_of(folder, decoder, prompts)
+    cache = make_cache(folder, decoder)
+    cache.pool.fill_(torch.nan)
+    for chunk in (1, 11):
+        assert_same_bits(step_through(decoder, cache, prompts, NUM_DECODE, chunk), expected)
+        cache.pool.fill_(torch.inf)
+
+
 def test_exact_and_quantised_weights_are_not_both_given() -> None:
     with pytest.raises(SettingsError, match="--quantize int8 makes int8 of the weights, --dtype float32 keeps them"):
         choose_tier("float32", "int8", None)
@@ -376,7 +410,7 @@ def test_the_default_tier_is_reported_with_the_way_to_exact_weights(
     caplog.set_level(logging.INFO)
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
     executor, info = load(settings, folder)
-    assert (info.dtype, executor.options.dtype) == ("int8", torch.float16)
+    assert (info.dtype, executor.options.dtype) == ("int8", torch.bfloat16)
     assert "weights are kept as int8, the default on a CPU; --dtype float32 keeps them exact" in caplog.messages
     assert info.weight_bytes < 48 * 1024 * 4
     _, exact = load(replace(settings, dtype="float32"), folder)

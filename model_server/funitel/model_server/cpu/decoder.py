@@ -10,7 +10,7 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import has_partial
 from funitel.model_server.cpu.native import DONE, Batch, Buffer, NativeEngine, Warp
-from funitel.model_server.cpu.precision import ActivationDtype, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import TensorParallel
@@ -19,6 +19,13 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.step import SamplingParams
+
+KV_DTYPES = {
+    MatrixKind.FLOAT32: torch.float32,
+    MatrixKind.FLOAT16: torch.float16,
+    MatrixKind.BFLOAT16: torch.bfloat16,
+}
+"""Precision of a pool of the kinds that `Tier.kv_kind` gives."""
 
 
 class FusedDecoder:
@@ -54,6 +61,7 @@ class FusedDecoder:
             activations=activations,
         )
         self._engine = self.program.engine
+        self._kv_kind = tier.kv_kind(spec, block_size, activations)
         self._parallel = parallel
         if isinstance(parallel, SharedMemoryRanks):
             self._engine.join(parallel)
@@ -76,7 +84,7 @@ class FusedDecoder:
     @property
     def kv_dtype(self) -> torch.dtype:
         """Precision the pool must have."""
-        return torch.float16 if self.tier.has_half_kv else torch.float32
+        return KV_DTYPES[self._kv_kind]
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""

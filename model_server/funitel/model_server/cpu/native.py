@@ -86,7 +86,7 @@ class Shape(ctypes.Structure):
             "intermediate_size",
             "num_layers",
             "block_size",
-            "has_half_kv",
+            "kv_kind",
             "num_threads",
             "level_bits",
             "latent_rank",

@@ -4,6 +4,7 @@ from enum import Enum, IntEnum
 
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.quantized.config import Quantization
+from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import SettingsError
 
 
@@ -97,10 +98,16 @@ class Tier(Enum):
         kind = MatrixKind.of_blocks(block_type)
         return self is Tier.GGUF and kind is not None and kind.has_blocks
 
-    @property
-    def has_half_kv(self) -> bool:
-        """Keys and values are float16; float32 only in the exact tier."""
-        return self is not Tier.FLOAT32
+    def kv_kind(self, spec: ModelSpec, block_size: int, activations: ActivationDtype) -> MatrixKind:
+        """How keys and values are kept: float32, float16, or bfloat16 where activations are rounded as much.
+
+        Pairs of bfloat16 need even sizes, and latents have kernels for the other two only.
+        """
+        if self is Tier.FLOAT32:
+            return MatrixKind.FLOAT32
+        has_codes = self.kind.has_codes and activations is ActivationDtype.INT8
+        is_even = spec.latent is None and spec.head_dim % 2 == block_size % 2 == 0
+        return MatrixKind.BFLOAT16 if (has_codes or self is Tier.BFLOAT16) and is_even else MatrixKind.FLOAT16
 
 
 MADE = {"int8": Tier.INT8, "gguf": Tier.GGUF}

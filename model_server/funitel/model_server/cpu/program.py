@@ -94,7 +94,7 @@ class Program:
             intermediate_size=units[1] - units[0],
             num_layers=spec.num_layers,
             block_size=block_size,
-            has_half_kv=self._tier.has_half_kv,
+            kv_kind=self._tier.kv_kind(spec, block_size, activations),
             num_threads=num_threads,
             level_bits=8 * activations,
             latent_rank=0 if latent is None else latent.rank,

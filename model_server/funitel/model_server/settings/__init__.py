@@ -227,7 +227,7 @@ class ModelServerSettings:
     dtype: str | None = setting(
         None,
         "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU a GGUF keeps its quantised blocks, "
-        "floating-point weights become int8 and KV float16, or all is float32 where the fused step cannot be built.",
+        "floating-point weights become int8 and KV bfloat16, or all is float32 where the fused step cannot be built.",
         choices=DTYPES,
     )
     quantize: str | None = setting(

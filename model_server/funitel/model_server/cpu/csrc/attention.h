@@ -1,5 +1,6 @@
 // Attention straight from the paged pool. Within a block the keys of a head lie input by input, [head_dim][block_size],
-// so that one vector holds the same input of sixteen tokens; values lie token by token, [block_size][head_dim].
+// so that one vector holds the same input of sixteen tokens; values lie token by token, [block_size][head_dim]. In bfloat16
+// two inputs of a key and two tokens of a value lie together, and are multiplied by pairs of queries and of weights.
 //
 // The context of a query is cut into parts at fixed places; each part is summed in the order of its tokens, and parts
 // are merged in their order. So a query's result does not depend on the rows or the chunk it is computed with, nor on
@@ -7,8 +8,10 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "activations.h"
+#include "dense_products.h"
 #include "memory.h"
 #include "vector.h"
 
@@ -31,15 +34,23 @@ struct Paged {
     T* values(int block, int head) const { return keys(block, head) + half; }
 
     void write(int position, int head, const float* key, const float* value) const {
+        constexpr int together = kTogether<T>;
         int block = position / block_size, offset = position % block_size;
-        T* k = keys(block, head) + offset;
-        T* v = values(block, head) + size_t(offset) * head_dim;
+        T* k = keys(block, head) + offset * together;
+        T* v = values(block, head) + size_t(offset / together) * together * head_dim + offset % together;
         for (int d = 0; d < head_dim; d += kLanes) {
             T converted[kLanes];
             int n = std::min(kLanes, head_dim - d);
             store(converted, load(key + d, n));
-            for (int i = 0; i < n; i++) k[size_t(d + i) * block_size] = converted[i];
-            store(v + d, load(value + d, n), n);
+            for (int i = 0; i < n; i += together) {
+                std::memcpy(k + size_t(d + i) * block_size, converted + i, together * sizeof(T));
+            }
+            store(converted, load(value + d, n));
+            if constexpr (together == 1) {
+                std::memcpy(v + d, converted, n * sizeof(T));
+            } else {
+                for (int i = 0; i < n; i++) v[size_t(d + i) * together] = converted[i];
+            }
         }
     }
 };
@@ -96,7 +107,7 @@ struct Scratch {
     Memory memory;
     int stride;       // scores of a query
     float* scores;    // [kMaxQueries][stride]
-    float* queries;   // [head_dim][kMaxQueries]
+    float* queries;   // [head_dim][kMaxQueries], or pairs of bfloat16, [head_dim / 2][kMaxQueries]
     float* values;    // [kMaxQueries][head_dim], of a part
     float* gathered;  // [kMaxQueries][head_dim]
 
@@ -112,33 +123,71 @@ struct Scratch {
     }
 };
 
+// Lay out query `place` of those that are handled together.
+template <class Kernel>
+inline void set_query(const Scratch& s, int place, const float* query, int head_dim) {
+    using Activation = typename Kernel::Activation;
+    constexpr int together = kTogether<typename Kernel::Number>;
+    auto* target = reinterpret_cast<Activation*>(s.queries) + place;
+    if constexpr (together == 1) {
+        for (int d = 0; d < head_dim; d++) target[d * kMaxQueries] = query[d];
+    } else {
+        for (int d = 0; d < head_dim; d += kLanes) {
+            Pairs pairs(query + d, std::min(kLanes, head_dim - d));
+            for (int i = 0; i < pairs.count; i++) target[(d / 2 + i) * kMaxQueries] = pairs.words[i];
+        }
+    }
+}
+
+// `Kernel::take` of the first n <= 16 words; nothing past them is read.
+template <class Kernel>
+inline typename Kernel::Weights take(const typename Kernel::Number* source, int n) {
+    using Number = typename Kernel::Number;
+    constexpr int together = kTogether<Number>;
+    if (n >= kLanes) return Kernel::take(source);
+    Number some[kLanes * together] = {};
+    std::memcpy(some, source, size_t(n) * together * sizeof(Number));
+    return Kernel::take(some);
+}
+
 // Scores of N queries with the n <= 16 tokens that have their keys from `keys` on.
-template <class T, int N>
-inline void score(const T* keys, int n, int block_size, const float* queries, int head_dim, float* scores, int stride) {
+template <class Kernel, int N>
+inline void score(const typename Kernel::Number* keys, int n, int block_size, const float* queries, int head_dim,
+                  float* scores, int stride) {
+    constexpr int together = kTogether<typename Kernel::Number>;
+    const auto* x = reinterpret_cast<const typename Kernel::Activation*>(queries);
+    const int count = head_dim / together;
     F16 sums[N];
 #pragma GCC unroll 12
     for (int q = 0; q < N; q++) sums[q] = splat(0.0f);
+    auto add = [&](int i, const typename Kernel::Weights& key) {
+#pragma GCC unroll 12
+        for (int q = 0; q < N; q++) sums[q] = Kernel::add(sums[q], key, x + i * kMaxQueries + q);
+    };
+    const size_t step = size_t(block_size) * together;
     if (n == kLanes) {
-        for (int d = 0; d < head_dim; d++) {
-            F16 key = load(keys + size_t(d) * block_size);
-#pragma GCC unroll 12
-            for (int q = 0; q < N; q++) sums[q] = fma(splat(queries[d * kMaxQueries + q]), key, sums[q]);
-        }
+        for (int i = 0; i < count; i++) add(i, Kernel::take(keys + i * step));
     } else {
-        for (int d = 0; d < head_dim; d++) {
-            F16 key = load(keys + size_t(d) * block_size, n);
-#pragma GCC unroll 12
-            for (int q = 0; q < N; q++) sums[q] = fma(splat(queries[d * kMaxQueries + q]), key, sums[q]);
-        }
+        for (int i = 0; i < count; i++) add(i, take<Kernel>(keys + i * step, n));
     }
 #pragma GCC unroll 12
     for (int q = 0; q < N; q++) store(scores + size_t(q) * stride, sums[q]);
 }
 
-// Add the values of tokens [first, last), weighted, to V vectors of N queries.
-template <class T, int N, int V, bool IsTail>
-inline void weigh(const Paged<T>& paged, int head, int first, int last, int from, const float* weights, int stride,
-                  float* values, int dim, int tail) {
+// The weight of a token, or of the pair that begins with it, of a query whose weights are those from token `from` on.
+template <class Kernel>
+inline const typename Kernel::Activation* weight_of(const float* weights, int token, int from) {
+    return reinterpret_cast<const typename Kernel::Activation*>(weights) +
+           (token - from) / kTogether<typename Kernel::Number>;
+}
+
+// Add the values of tokens [first, last), weighted, to V vectors of N queries. Of tokens that lie together all N see all
+// or, where N is 1, some.
+template <class Kernel, int N, int V, bool IsTail>
+inline void weigh(const Paged<typename Kernel::Number>& paged, int head, int first, int last, int from,
+                  const float* weights, int stride, float* values, int dim, int tail) {
+    using Number = typename Kernel::Number;
+    constexpr int together = kTogether<Number>;
     const int n = IsTail ? tail : kLanes;
     F16 sums[N][V];
 #pragma GCC unroll 6
@@ -146,21 +195,39 @@ inline void weigh(const Paged<T>& paged, int head, int first, int last, int from
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) sums[q][v] = load(values + q * dim + v * kLanes, n);
     }
+    auto add = [&](int token, const Number* source) {
+        typename Kernel::Weights row[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) row[v] = take<Kernel>(source + v * kLanes * together, n);
+#pragma GCC unroll 6
+        for (int q = 0; q < N; q++) {
+            const auto* weight = weight_of<Kernel>(weights + size_t(q) * stride, token, from);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) sums[q][v] = Kernel::add(sums[q][v], row[v], weight);
+        }
+    };
+    // One token of a pair: what the other half holds may be anything, even no number.
+    auto add_half = [&](int token, const Number* source) {
+        if constexpr (together == 2 && N == 1) {
+            const bool is_second = token % 2 != 0;
+            const F16 weight = splat(number_of(reinterpret_cast<const Brain*>(weights)[token - from]));
+            for (int v = 0; v < V; v++) {
+                Brain some[kLanes * together] = {};
+                std::memcpy(some, source + v * kLanes * together, size_t(n) * together * sizeof(Brain));
+                sums[0][v] = fma(weight, is_second ? load_second(some) : load_first(some), sums[0][v]);
+            }
+        }
+    };
     for (int token = first; token < last;) {
         int block = token / paged.block_size, offset = token % paged.block_size;
         int end = std::min(last, token - offset + paged.block_size);
-        const T* source = paged.values(block, head) + size_t(offset) * dim;
-        for (; token < end; token++, source += dim) {
-            F16 row[V];
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) row[v] = load(source + v * kLanes, n);
-#pragma GCC unroll 6
-            for (int q = 0; q < N; q++) {
-                F16 weight = splat(weights[size_t(q) * stride + token - from]);
-#pragma GCC unroll 4
-                for (int v = 0; v < V; v++) sums[q][v] = fma(weight, row[v], sums[q][v]);
-            }
+        const Number* source = paged.values(block, head) + size_t(offset / together) * together * dim;
+        if (token % together != 0) {
+            add_half(token++, source);
+            source += size_t(dim) * together;
         }
+        for (; token + together <= end; token += together, source += size_t(dim) * together) add(token, source);
+        if (token < end) add_half(token++, source);
     }
 #pragma GCC unroll 6
     for (int q = 0; q < N; q++) {
@@ -169,18 +236,19 @@ inline void weigh(const Paged<T>& paged, int head, int first, int last, int from
     }
 }
 
-template <class T, int N>
-inline void weigh_all(const Paged<T>& paged, int head, int first, int last, int from, const float* weights, int stride,
-                      float* values) {
+template <class Kernel, int N>
+inline void weigh_all(const Paged<typename Kernel::Number>& paged, int head, int first, int last, int from,
+                      const float* weights, int stride, float* values) {
     int dim = paged.head_dim, d = 0;
-    Paged<T> shifted = paged;
+    auto shifted = paged;
     for (; d + kLanes * kValueVectors <= dim; d += kLanes * kValueVectors) {
-        shifted.pool = paged.pool + d;
-        weigh<T, N, kValueVectors, false>(shifted, head, first, last, from, weights, stride, values + d, dim, 0);
+        shifted.pool = paged.pool + d * kTogether<typename Kernel::Number>;
+        weigh<Kernel, N, kValueVectors, false>(shifted, head, first, last, from, weights, stride, values + d, dim, 0);
     }
     for (; d < dim; d += kLanes) {
-        shifted.pool = paged.pool + d;
-        weigh<T, N, 1, true>(shifted, head, first, last, from, weights, stride, values + d, dim, std::min(kLanes, dim - d));
+        shifted.pool = paged.pool + d * kTogether<typename Kernel::Number>;
+        int tail = std::min(kLanes, dim - d);
+        weigh<Kernel, N, 1, true>(shifted, head, first, last, from, weights, stride, values + d, dim, tail);
     }
 }
 
@@ -200,7 +268,9 @@ inline void slope_scores(float* scores, int count, int distance, float slope) {
     }
 }
 
-// Turn the scores of tokens [first, last) into weights; the place of token `from` is the first. Returns their sum.
+// Turn the scores of tokens [first, last) into weights; the place of token `from` is the first. Returns their sum. Weights
+// are of the type T, in place: those of bfloat16 lie in the first half of the scores, and their sum is of what they became.
+template <class T = float>
 inline float soften(float* scores, int from, int first, int last, float* most) {
     constexpr float none = -std::numeric_limits<float>::infinity();
     int count = last - from, padded = (count + kLanes - 1) / kLanes * kLanes;
@@ -212,7 +282,13 @@ inline float soften(float* scores, int from, int first, int last, float* most) {
     F16 total = splat(0.0f), offset = splat(*most);
     for (int i = 0; i < padded; i += kLanes) {
         F16 weight = exp(sub(load(scores + i), offset));
-        store(scores + i, weight);
+        if constexpr (std::is_same_v<T, Brain>) {
+            Brain* rounded = reinterpret_cast<Brain*>(scores) + i;
+            store(rounded, weight);
+            weight = load(rounded);
+        } else {
+            store(scores + i, weight);
+        }
         total = add(total, weight);
     }
     return sum(total);
@@ -227,11 +303,12 @@ struct Queries {
     float slopes[kMaxQueries];  // scores grow by slope * (token - own token)
 };
 
-template <class T>
-inline void score_block(const Paged<T>& paged, const T* keys, int n, const Scratch& s, int count, float* scores) {
+template <class Kernel>
+inline void score_block(const Paged<typename Kernel::Number>& paged, const typename Kernel::Number* keys, int n,
+                        const Scratch& s, int count, float* scores) {
     switch (count) {
 #define FUNITEL_CASE(N) \
-    case N: return score<T, N>(keys, n, paged.block_size, s.queries, paged.head_dim, scores, s.stride);
+    case N: return score<Kernel, N>(keys, n, paged.block_size, s.queries, paged.head_dim, scores, s.stride);
         FUNITEL_CASE(1)
         FUNITEL_CASE(2)
         FUNITEL_CASE(3)
@@ -250,14 +327,15 @@ inline void score_block(const Paged<T>& paged, const T* keys, int n, const Scrat
     }
 }
 
-template <class T>
-inline void weigh_some(const Paged<T>& paged, int head, int first, int last, int from, const Scratch& s, int q, int n) {
+template <class Kernel>
+inline void weigh_some(const Paged<typename Kernel::Number>& paged, int head, int first, int last, int from,
+                       const Scratch& s, int q, int n) {
     if (first >= last) return;
     const float* weights = s.scores + size_t(q) * s.stride;
     float* values = s.values + size_t(q) * paged.head_dim;
     switch (n) {
 #define FUNITEL_CASE(N) \
-    case N: return weigh_all<T, N>(paged, head, first, last, from, weights, s.stride, values);
+    case N: return weigh_all<Kernel, N>(paged, head, first, last, from, weights, s.stride, values);
         FUNITEL_CASE(1)
         FUNITEL_CASE(2)
         FUNITEL_CASE(3)
@@ -271,9 +349,12 @@ inline void weigh_some(const Paged<T>& paged, int head, int first, int last, int
 }
 
 // Attend queries, laid out in s.queries, to part [from, to) of their context; results per query in `parts`.
-template <class T>
-inline void attend_part(const Paged<T>& paged, int head, int from, int to, const Queries& all, Scratch& s,
-                        Gathered* parts) {
+template <class Kernel>
+inline void attend_part(const Paged<typename Kernel::Number>& paged, int head, int from, int to, const Queries& all,
+                        Scratch& s, Gathered* parts) {
+    using Number = typename Kernel::Number;
+    constexpr int together = kTogether<Number>;
+    using Weight = std::conditional_t<together == 2, Brain, float>;
     int low[kMaxQueries], high[kMaxQueries], lowest = to, highest = from;
     for (int q = 0; q < all.count; q++) {
         low[q] = std::max(from, all.low[q]);
@@ -287,11 +368,11 @@ inline void attend_part(const Paged<T>& paged, int head, int from, int to, const
     if (lowest >= highest) return;
     int size = paged.block_size;
     for (int block = lowest / size; block * size < highest; block++) {
-        const T* keys = paged.keys(block, head);
+        const Number* keys = paged.keys(block, head);
         for (int offset = 0; offset < size; offset += kLanes) {
             int token = block * size + offset;
             if (token >= highest) break;
-            score_block(paged, keys + offset, std::min(kLanes, size - offset), s, all.count, s.scores + (token - from));
+            score_block<Kernel>(paged, keys + offset * together, std::min(kLanes, size - offset), s, all.count, s.scores + (token - from));
         }
     }
     std::memset(s.values, 0, size_t(all.count) * paged.head_dim * sizeof(float));
@@ -300,7 +381,7 @@ inline void attend_part(const Paged<T>& paged, int head, int from, int to, const
         float* scores = s.scores + size_t(q) * s.stride;
         if (all.cap > 0.0f) cap_scores(scores, high[q] - from, all.cap);
         if (all.has_slopes) slope_scores(scores, high[q] - from, all.high[q] - 1 - from, all.slopes[q]);
-        parts[q].weight = soften(scores, from, low[q], high[q], &parts[q].largest);
+        parts[q].weight = soften<Weight>(scores, from, low[q], high[q], &parts[q].largest);
     }
     // Queries share the tokens all of them see; the rest each one adds alone, before and after, in the same order.
     for (int q = 0; q < all.count;) {
@@ -309,13 +390,16 @@ inline void attend_part(const Paged<T>& paged, int head, int from, int to, const
             latest_low = std::max(latest_low, low[i]);
             earliest_high = std::min(earliest_high, high[i]);
         }
+        // What lies together is shared by all or by none.
+        latest_low = divide_up(latest_low, together) * together;
+        earliest_high = earliest_high / together * together;
         bool is_shared = latest_low < earliest_high;
         for (int i = q; i < q + n; i++) {
-            weigh_some(paged, head, low[i], is_shared ? latest_low : high[i], from, s, i, 1);
+            weigh_some<Kernel>(paged, head, low[i], is_shared ? latest_low : high[i], from, s, i, 1);
         }
         if (is_shared) {
-            weigh_some(paged, head, latest_low, earliest_high, from, s, q, n);
-            for (int i = q; i < q + n; i++) weigh_some(paged, head, earliest_high, high[i], from, s, i, 1);
+            weigh_some<Kernel>(paged, head, latest_low, earliest_high, from, s, q, n);
+            for (int i = q; i < q + n; i++) weigh_some<Kernel>(paged, head, earliest_high, high[i], from, s, i, 1);
         }
         q += n;
     }

@@ -242,8 +242,7 @@ class Engine {
             case kLinear: return linear(operation);
             case kRotate: return rotate_heads(operation);
             case kAttend:
-                if (shape_.has_half_kv) return attend<Half>(operation);
-                return attend<float>(operation);
+                return with_kernel([&](auto kernel) { attend<typename decltype(kernel)::Type>(operation); });
             case kAdd: return add_partial(operation.scale);
             case kNormalise: return normalise_rows(operation);
             case kClip: return clip(operation.cap);
@@ -254,10 +253,10 @@ class Engine {
             case kAddExperts:
                 return experts_.leave(static_cast<Mode>(operation.b), operation.scale, buffer(operation.c));
             case kTurnLatents:
-                if (shape_.has_half_kv) return turn_latents<Half>(operation);
+                if (shape_.kv_kind == kFloat16) return turn_latents<Half>(operation);
                 return turn_latents<float>(operation);
             case kAttendLatents:
-                if (shape_.has_half_kv) return attend_latents<Half>(operation);
+                if (shape_.kv_kind == kFloat16) return attend_latents<Half>(operation);
                 return attend_latents<float>(operation);
             case kReduce:
             case kSelect: return;
@@ -487,8 +486,8 @@ class Engine {
                     for (int i = 0; i < dim; i++) head[i] *= scale;
                 }
             }
-            if (shape_.has_half_kv) return keep<Half>(token, operation.a, heads);
-            keep<float>(token, operation.a, heads);
+            with_float(static_cast<Kind>(shape_.kv_kind),
+                       [&](auto of) { keep<typename decltype(of)::Type>(token, operation.a, heads); });
         });
     }
 
@@ -513,12 +512,26 @@ class Engine {
 
     int partial_size() const { return shape_.head_dim + 2; }
 
-    template <class T>
+    // Call a function with the kernel of attention to the pool's kind of keys and values.
+    template <class Function>
+    void with_kernel(Function function) const {
+        switch (shape_.kv_kind) {
+            case kFloat16: return function(Of<DenseProduct<Half>>());
+            case kBFloat16:
+#if defined(__AVX512VNNI__)
+                if (has_pair_products()) return function(Of<FastPairProduct>());
+#endif
+                return function(Of<PairProduct>());
+            default: return function(Of<DenseProduct<float>>());
+        }
+    }
+
+    template <class Kernel>
     void attend(const Operation& operation) {
         int num_kv = shape_.num_kv_heads, num_items = static_cast<int>(layout_.items.size()) * num_kv;
         for_each(threads_, num_items, [&](int chunk, int thread) {
             int index = num_items - 1 - chunk;  // the longest contexts come last in a batch: begin with them
-            attend_item<T>(layout_.items[index / num_kv], index % num_kv, operation, scratch_[thread]);
+            attend_item<Kernel>(layout_.items[index / num_kv], index % num_kv, operation, scratch_[thread]);
         });
         if (layout_.splits.empty()) return;
         int heads = shape_.num_heads, dim = shape_.head_dim;
@@ -536,11 +549,11 @@ class Engine {
         });
     }
 
-    template <class T>
+    template <class Kernel>
     void attend_item(const Layout::Item& item, int kv_head, const Operation& operation, Scratch& s) {
         int dim = shape_.head_dim, heads_each = std::min(group(), kMaxQueries), window = operation.b;
         const float* slopes = vector(operation.c);
-        Paged<T> source = paged<T>(item.row, operation.a);
+        auto source = paged<typename Kernel::Number>(item.row, operation.a);
         for (int g = 0; g < group(); g += heads_each) {
             int heads = std::min(heads_each, group() - g), first_head = kv_head * group() + g;
             Queries queries;
@@ -557,22 +570,22 @@ class Engine {
                     queries.low[place] = low;
                     queries.high[place] = position + 1;
                     if (slopes != nullptr) queries.slopes[place] = slopes[first_head + h];
-                    for (int d = 0; d < dim; d++) s.queries[d * kMaxQueries + place] = q[h * dim + d];
+                    set_query<Kernel>(s, place, q + h * dim, dim);
                 }
                 lowest = std::min(lowest, low);
                 highest = std::max(highest, position + 1);
             }
-            attend_queries(source, kv_head, first_head, heads, item, queries, lowest, highest, s);
+            attend_queries<Kernel>(source, kv_head, first_head, heads, item, queries, lowest, highest, s);
         }
     }
 
-    template <class T>
-    void attend_queries(const Paged<T>& source, int kv_head, int first_head, int heads, const Layout::Item& item,
-                        const Queries& queries, int lowest, int highest, Scratch& s) {
+    template <class Kernel>
+    void attend_queries(const Paged<typename Kernel::Number>& source, int kv_head, int first_head, int heads,
+                        const Layout::Item& item, const Queries& queries, int lowest, int highest, Scratch& s) {
         int dim = shape_.head_dim;
         Gathered parts[kMaxQueries], all[kMaxQueries];
         if (item.part >= 0) {
-            attend_part(source, kv_head, item.part * part_, (item.part + 1) * part_, queries, s, parts);
+            attend_part<Kernel>(source, kv_head, item.part * part_, (item.part + 1) * part_, queries, s, parts);
             for (int h = 0; h < heads; h++) {
                 size_t place = size_t(item.slot) * shape_.num_heads + first_head + h;
                 float* target = partials_.as<float>() + place * partial_size();
@@ -584,7 +597,7 @@ class Engine {
         }
         for (int q = 0; q < queries.count; q++) all[q] = {0.0f, 0.0f, s.gathered + size_t(q) * dim};
         for (int part = lowest / part_; part * part_ < highest; part++) {
-            attend_part(source, kv_head, part * part_, (part + 1) * part_, queries, s, parts);
+            attend_part<Kernel>(source, kv_head, part * part_, (part + 1) * part_, queries, s, parts);
             for (int q = 0; q < queries.count; q++) merge(all[q], parts[q], dim);
         }
         for (int q = 0; q < queries.count; q++) {

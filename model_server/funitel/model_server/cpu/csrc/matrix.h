@@ -61,21 +61,9 @@ auto with_float(Kind kind, Function function) {
     }
 }
 
-// Inputs of an output that lie together.
-template <class Number>
-constexpr int kTogether = 1;
-template <>
-constexpr int kTogether<Brain> = 2;
-
 inline void set_number(float& target, float value) { target = value; }
 inline void set_number(Half& target, float value) { target.bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-inline void set_number(Brain& target, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    // To the nearest, ties to even; what is not a number stays so.
-    bits += value == value ? 0x7fff + (bits >> 16 & 1) : 0;
-    target.bits = static_cast<uint16_t>(bits >> 16);
-}
+inline void set_number(Brain& target, float value) { target = to_brain(value); }
 inline float number_of(float value) { return value; }
 inline float number_of(Half value) { return to_float(value); }
 inline float number_of(Brain value) {

@@ -60,11 +60,9 @@ struct Operand {
 
   private:
     static void set_pairs(uint32_t* target, size_t stride, const float* x, int num_inputs) {
-        for (int i = 0; i < num_inputs; i += 2, target += stride) {
-            Brain first, second = {0};
-            set_number(first, x[i]);
-            if (i + 1 < num_inputs) set_number(second, x[i + 1]);
-            *target = first.bits | uint32_t(second.bits) << 16;
+        for (int i = 0; i < num_inputs; i += kLanes) {
+            Pairs pairs(x + i, std::min(kLanes, num_inputs - i));
+            for (int j = 0; j < pairs.count; j++, target += stride) *target = pairs.words[j];
         }
     }
 };

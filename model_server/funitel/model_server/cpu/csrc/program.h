@@ -43,7 +43,8 @@ struct Operation {
 
 struct Shape {
     int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
-    int32_t has_half_kv, num_threads, level_bits;
+    int32_t kv_kind;  // kFloat32, kFloat16, or kBFloat16 where head_dim and block_size are even and there are no latents
+    int32_t num_threads, level_bits;
     // Of latent attention, 0 without: elements of a latent that are a value, and that turn, those of a head's values, and
     // of the latents of queries. There, head_dim is the size of a query.
     int32_t latent_rank, latent_turned, value_dim, query_rank;

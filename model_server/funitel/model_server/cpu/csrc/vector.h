@@ -25,6 +25,20 @@ struct Brain {
     uint16_t bits;
 };
 
+// Numbers that are multiplied in one go: vdpbf16ps takes pairs of bfloat16.
+template <class W>
+constexpr int kTogether = 1;
+template <>
+constexpr int kTogether<Brain> = 2;
+
+// The nearest bfloat16, of two the even one; what is no number stays so.
+inline Brain to_brain(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
+    return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
 #if defined(__AVX512F__)
 
 struct F16 {
@@ -43,6 +57,19 @@ inline F16 load_second(const Brain* p) {
 inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
 inline void store(Half* p, F16 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F16 load(const Brain* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+// As `to_brain` does.
+inline void store(Brain* p, F16 x) {
+    const __m512i bits = _mm512_castps_si512(x.v), upper = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+    const __mmask16 is_none = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    const __m512i all = _mm512_mask_or_epi32(rounded, is_none, upper, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(all));
 }
 inline F16 splat(float x) { return {_mm512_set1_ps(x)}; }
 inline F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -106,6 +133,26 @@ inline void store(Half* p, F16 x) {
     __m128i* q = reinterpret_cast<__m128i*>(p);
     _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+inline __m256 to_floats(__m128i brains) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16));
+}
+inline F16 load(const Brain* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    return {to_floats(_mm_loadu_si128(q)), to_floats(_mm_loadu_si128(q + 1))};
+}
+// As `to_brain` does; the number is in the lower half of each lane.
+inline __m256i to_brain(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), upper = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i none = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    const __m256i is_none = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, none, is_none);
+}
+inline void store(Brain* p, F16 x) {
+    const __m256i words = _mm256_packus_epi32(to_brain(x.a), to_brain(x.b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
 }
 inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
@@ -184,6 +231,18 @@ inline void store(T* p, F16 x, int n) {
     store(some, x);
     std::memcpy(p, some, n * sizeof(T));
 }
+
+// Up to sixteen floats as pairs of bfloat16; a last one alone has a zero beside it.
+struct Pairs {
+    uint32_t words[kLanes / 2];
+    int count;
+
+    Pairs(const float* source, int n) : count((n + 1) / 2) {
+        Brain numbers[kLanes];
+        store(numbers, load(source, n));
+        std::memcpy(words, numbers, sizeof words);
+    }
+};
 
 // e^x within 2 units in the last place; 0 below -87.3, clamped above 88, exactly 1 at 0, not a number stays so.
 inline F16 exp(F16 x) {

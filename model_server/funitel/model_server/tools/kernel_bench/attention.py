@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.decoder import FusedDecoder
+from funitel.model_server.cpu.decoder import KV_DTYPES, FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.native import Batch, Code, NativeEngine, NativeOperation, Shape
-from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
@@ -35,10 +35,10 @@ class AttentionCost:
 
 
 def measure_attention(
-    library: ctypes.CDLL, spec: ModelSpec, *, has_half_kv: bool, num_threads: int, footprint: int, seconds: float
+    library: ctypes.CDLL, spec: ModelSpec, *, kv_kind: MatrixKind, num_threads: int, footprint: int, seconds: float
 ) -> AttentionCost:
     """Time the attention of whole steps, for `seconds` at least; sequences that fill `footprint` bytes take turns."""
-    dtype = torch.float16 if has_half_kv else torch.float32
+    dtype = KV_DTYPES[kv_kind]
     num_values = CONTEXT * 2 * spec.num_kv_heads * spec.head_dim
     num_bytes = num_values * dtype.itemsize
     num_sequences = -(-footprint // (num_bytes * spec.num_layers))
@@ -51,7 +51,7 @@ def measure_attention(
         intermediate_size=1,
         num_layers=spec.num_layers,
         block_size=BLOCK_SIZE,
-        has_half_kv=has_half_kv,
+        kv_kind=kv_kind,
         num_threads=num_threads,
     )
     engine = NativeEngine(library, shape)

@@ -41,7 +41,7 @@ from funitel.model_server.hub.resolve import cache_folder, resolve
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.tools.kernel_bench.attention import CONTEXT, measure_attention, measure_step
+from funitel.model_server.tools.kernel_bench.attention import BLOCK_SIZE, CONTEXT, measure_attention, measure_step
 from funitel.model_server.tools.kernel_bench.roofs import RoofRow, Roofs, held_against, largest_cache_bytes
 from funitel.proto.errors import StartupError
 from funitel.proto.process.usable_cores import count_usable_cores
@@ -132,7 +132,8 @@ def measure_kernels(settings: KernelSettings) -> None:
     try:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
         library = load_library(libraries)
-        table = list(_rows(kinds, spec, settings.rows, library, roofs, num_threads, footprint))
+        kv_kind = tier.kv_kind(spec, BLOCK_SIZE, ActivationDtype.INT8)
+        table = list(_rows(kinds, kv_kind, spec, settings.rows, library, roofs, num_threads, footprint))
     except CannotBuild as error:
         raise StartupError(f"the fused CPU step cannot be measured: {error}") from error
     print(
@@ -186,6 +187,7 @@ def _tell_step(
 
 def _rows(
     kinds: Mapping[str, MatrixKind],
+    kv_kind: MatrixKind,
     spec: ModelSpec,
     all_rows: tuple[int, ...],
     library: ctypes.CDLL,
@@ -210,7 +212,7 @@ def _rows(
     attention = measure_attention(
         library,
         spec,
-        has_half_kv=kind is not MatrixKind.FLOAT32,
+        kv_kind=kv_kind,
         num_threads=threads,
         footprint=footprint,
         seconds=SECONDS,
@@ -245,9 +247,9 @@ def _shape(num_outputs: int, num_inputs: int, threads: int) -> Shape:
         num_kv_heads=1,
         intermediate_size=num_outputs,
         num_layers=1,
-        block_size=16,
+        block_size=BLOCK_SIZE,
         num_threads=threads,
-        num_level_planes=ActivationDtype.INT8,
+        level_bits=8 * ActivationDtype.INT8,
     )
 
 

@@ -7,8 +7,9 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.coverage import missing
+from funitel.model_server.cpu.decoder import KV_DTYPES
 from funitel.model_server.cpu.footprint import weight_bytes
-from funitel.model_server.cpu.precision import Tier, choose_tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.loading.common import choose_device, choose_dtype
@@ -41,7 +42,7 @@ def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
     reason = f"the fused step is for CPUs, not {device.type}" if tier is None else missing(spec)
     if tier is not None and reason is None:
         held = [weight_bytes(spec, rank, tier, weights.block_type) for rank in ranks]
-        kv_dtype = torch.float16 if tier.has_half_kv else torch.float32
+        kv_dtype = KV_DTYPES[tier.kv_kind(spec, settings.block_size, ActivationDtype.INT8)]
         served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
     else:
         dtype = kv_dtype = weights.dtype
