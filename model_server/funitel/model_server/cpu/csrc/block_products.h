@@ -2,6 +2,8 @@
 // are added in order, so that a row's result does not depend on what shares the batch.
 #pragma once
 
+#include <algorithm>
+
 #include "blocks.h"
 #include "levels.h"
 #include "memory.h"
@@ -69,28 +71,46 @@ inline void add_plane(const Block& w, const typename Block::Scales& first, const
 // Whether a row has levels of 16 bits; those of the others are 0 in the high plane, which adds nothing to them.
 template <int R>
 inline bool has_high(const RowBlock* x) {
-    int32_t is_used = 0;
+    int32_t some = 0;
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) is_used |= x[r].high.is_used;
-    return is_used != 0;
+    for (int r = 0; r < R; r++) some |= x[r].low.has_high;
+    return some != 0;
+}
+
+// Blocks to touch at a time where they come from memory, 0 for none. Few rows wait for blocks of 256 inputs, which are read
+// in another order than they lie in, and more rows for blocks of bytes, which are large; a row alone reads those in order,
+// and what else there is arrives by `fetch` while products are made. Measured; see `touch`.
+template <class Block, int R>
+constexpr int blocks_touched() {
+    if constexpr (Block::kInputs > kBlockInputs) {
+        return R <= Block::kTouchedRows ? 1 : 0;
+    } else {
+        constexpr bool has_bytes = sizeof(Block) >= kBlockInputs * kPair * kLanes;
+        return !has_bytes || R == 1 ? 0 : R >= 8 ? 16 : 4;
+    }
 }
 
 // out[r][p] = the products of rows r with panels of a pair, from `panel` on; of the rows the blocks are `stride` apart.
+// `is_cold`: the blocks are not in a cache yet.
 template <class Block, int R, int P>
-inline void multiply_blocks(const Block* w, int num_blocks, int panel, const RowBlock* x, int stride,
+inline void multiply_blocks(const Block* w, int num_blocks, int panel, bool is_cold, const RowBlock* x, int stride,
                             F16 (&out)[R][P]) {
     constexpr int subs = Block::kInputs / kBlockInputs;
+    constexpr int touched = blocks_touched<Block, R>();
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
         for (int p = 0; p < P; p++) out[r][p] = splat(0.0f);
     }
     for (int b = 0; b < num_blocks; b++, w++, x += size_t(stride) * subs) {
+        if constexpr (touched > 0) {
+            if (is_cold && b % touched == 0) touch(w, sizeof(Block) * std::min(touched, num_blocks - b));
+        }
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; part++) {
             const typename Block::Scales first(*w, panel, part), second(*w, panel + P - 1, part);
             for (int sub = 0; sub < subs; sub++) {
-                if (panel == 0 && part == 0) fetch_some(w, sub);
+                if (touched == 0 && panel == 0 && part == 0) fetch_some(w, sub);
                 const RowBlock* rows = x + size_t(stride) * sub;
                 const int num_planes = 1 + has_high<R>(rows);
                 for (int plane = 0; plane < num_planes; plane++) {
@@ -109,11 +129,12 @@ constexpr int block_panels_at_once(int rows) { return rows <= kRegisters / 8 ? k
 
 // Call `finish(row, panel of the pair, sums)` for rows [first, first + R).
 template <class Block, int R, class Finish>
-void multiply_rows(const Block* w, int num_blocks, const RowBlock* x, int stride, int first, Finish finish) {
+void multiply_rows(const Block* w, int num_blocks, bool is_cold, const RowBlock* x, int stride, int first,
+                   Finish finish) {
     constexpr int P = block_panels_at_once(R);
     for (int panel = 0; panel < kPair; panel += P) {
         F16 sums[R][P];
-        multiply_blocks<Block, R, P>(w, num_blocks, panel, x + first, stride, sums);
+        multiply_blocks<Block, R, P>(w, num_blocks, panel, is_cold && panel == 0, x + first, stride, sums);
         for (int r = 0; r < R; r++) {
             for (int p = 0; p < P; p++) finish(first + r, panel + p, sums[r][p]);
         }
@@ -122,35 +143,36 @@ void multiply_rows(const Block* w, int num_blocks, const RowBlock* x, int stride
 
 // The same for `count` rows, some at a time: the sizes are few, as each is a function of its own for every type.
 template <class Block, class Finish>
-void multiply_all_rows(const Block* w, int num_blocks, const RowBlock* x, int count, Finish finish) {
+void multiply_all_rows(const Block* w, int num_blocks, bool is_cold, const RowBlock* x, int count, Finish finish) {
     for (int first = 0; first < count;) {
         int left = count - first;
+        bool is_first = is_cold && first == 0;
         if constexpr (kRowsAtOnce >= 12) {
             if (left >= 12) {
-                multiply_rows<Block, 12>(w, num_blocks, x, count, first, finish);
+                multiply_rows<Block, 12>(w, num_blocks, is_first, x, count, first, finish);
                 first += 12;
                 continue;
             }
             if (left >= 8) {
-                multiply_rows<Block, 8>(w, num_blocks, x, count, first, finish);
+                multiply_rows<Block, 8>(w, num_blocks, is_first, x, count, first, finish);
                 first += 8;
                 continue;
             }
         }
         if (left >= 6) {
-            multiply_rows<Block, 6>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 6>(w, num_blocks, is_first, x, count, first, finish);
             first += 6;
         } else if (left >= 4) {
-            multiply_rows<Block, 4>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 4>(w, num_blocks, is_first, x, count, first, finish);
             first += 4;
         } else if (left >= 3) {
-            multiply_rows<Block, 3>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 3>(w, num_blocks, is_first, x, count, first, finish);
             first += 3;
         } else if (left == 2) {
-            multiply_rows<Block, 2>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 2>(w, num_blocks, is_first, x, count, first, finish);
             first += 2;
         } else {
-            multiply_rows<Block, 1>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 1>(w, num_blocks, is_first, x, count, first, finish);
             first += 1;
         }
     }

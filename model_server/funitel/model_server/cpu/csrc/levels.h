@@ -20,7 +20,7 @@ struct alignas(64) LevelPlane {
     int32_t totals[kHalves + 1];  // sums of levels, negative: of either half, of all
     float sums[kHalves + 1];      // of the activations that they stand for, the same way
     float scale;                  // the size of a level
-    int32_t is_used;              // 0: all levels are 0
+    int32_t has_high;             // of the low plane: whether a level of the high one is not 0
 };
 
 struct RowBlock {
@@ -29,7 +29,6 @@ struct RowBlock {
 
 inline void set_plane(LevelPlane& plane, const F16 (&levels)[kHalves], float scale) {
     plane.scale = scale;
-    plane.is_used = true;
     for (int h = 0; h < kHalves; h++) {
         __m128i bytes = to_bytes(levels[h]);
         _mm_store_si128(reinterpret_cast<__m128i*>(plane.words) + h, bytes);
@@ -68,6 +67,7 @@ inline void set_levels(RowBlock* target, size_t stride, const float* x, int num_
             target->high = {};
         }
         set_plane(target->low, levels, scale);
+        target->low.has_high = is_fine;
     }
 }
 

@@ -79,6 +79,18 @@ inline void fetch(const void* source) {
     _mm_prefetch(static_cast<const char*>(source) + 3072, _MM_HINT_T0);
 }
 
+// Read a line of each 64 bytes, one after the other, so that all of them are on their way at once and the processor sees
+// that they are neighbours: its own prefetching reads 25 GB/s, misses elsewhere 4. On two cores of an AMD EPYC (Zen 4, a
+// virtual machine) one row by blocks of 256 inputs is 1.3 to 1.8 times as fast with it, four rows by blocks of bytes 2 times.
+inline void touch(const void* start, size_t size) {
+    constexpr size_t line = 64;
+    const char* from = static_cast<const char*>(start);
+    for (size_t i = 0; i < size; i += line) {
+        int ignored;
+        asm volatile("movl %1, %0" : "=r"(ignored) : "m"(*reinterpret_cast<const int*>(from + i)));
+    }
+}
+
 // Memory that is given out from its start on and never taken back. What is small shares its huge pages with its
 // neighbours: by itself it would have none, and a processor that reads small pages waits for addresses at each.
 class Arena {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 
 #include "levels.h"
 #include "matrix.h"
@@ -11,9 +12,17 @@ namespace funitel {
 // The most rows of a tile.
 constexpr int kTileRows = kRegisters == 32 ? 12 : 6;
 
+// Rows that a product with codes takes at once; of others it takes some after the other, and unpacks the codes for each.
+constexpr int kRowCounts[] = {1, 2, 3, 4, 6, 8, 12};
+
+// The least of them that is not below `rows`.
+inline int whole_tile(int rows) {
+    return *std::lower_bound(std::begin(kRowCounts), std::end(kRowCounts), rows);
+}
+
 // Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16; for codes 32
-// inputs, as a RowBlock. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of
-// the caches. What is laid out for one matrix can be multiplied with every matrix of as many inputs that has the same of
+// inputs, as a RowBlock. Tiles are as equal as their rows can be taken at once, and the last is as narrow as it has rows:
+// few rows take little of the caches. What is laid out for one matrix can be multiplied with every matrix of as many inputs that has the same of
 // these three.
 struct Operand {
     uint8_t* values = nullptr;
@@ -32,7 +41,7 @@ struct Operand {
     void begin(int rows) {
         num_rows = rows;
         int tiles = std::max(1, divide_up(rows, kTileRows));
-        tile_rows = divide_up(rows, tiles);
+        tile_rows = whole_tile(divide_up(rows, tiles));
     }
 
     int num_tiles() const { return divide_up(num_rows, tile_rows); }

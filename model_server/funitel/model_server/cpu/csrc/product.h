@@ -26,7 +26,9 @@ struct Product {
 
     void multiply(int chunk) const {
         int pair = chunk / num_blocks(), first = chunk % num_blocks() * kTilesEach;
-        for (int tile = first; tile < std::min(operand.num_tiles(), first + kTilesEach); tile++) multiply_tile(pair, tile);
+        for (int tile = first; tile < std::min(operand.num_tiles(), first + kTilesEach); tile++) {
+            multiply_tile(pair, tile, tile == first);
+        }
     }
 
   private:
@@ -34,7 +36,7 @@ struct Product {
 
     int num_blocks() const { return divide_up(operand.num_tiles(), kTilesEach); }
 
-    void multiply_tile(int pair, int tile) const {
+    void multiply_tile(int pair, int tile, bool is_cold) const {
         float gates[kTileRows][kLanes];
         const int count = operand.rows_of(tile);
         float* start = target + size_t(tile) * operand.tile_rows * width;
@@ -72,7 +74,7 @@ struct Product {
         }
         with_block(matrix.kind, [&](auto of) {
             const auto* w = reinterpret_cast<const typename decltype(of)::Type*>(matrix.pair(pair));
-            multiply_all_rows(w, matrix.num_blocks(), reinterpret_cast<const RowBlock*>(x), count, finish);
+            multiply_all_rows(w, matrix.num_blocks(), is_cold, reinterpret_cast<const RowBlock*>(x), count, finish);
         });
     }
 };
