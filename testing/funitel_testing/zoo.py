@@ -236,6 +236,46 @@ ZOO: dict[str, Tiny] = {
         | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3, **_SHORT_YARN}},
     ),
     "arcee": Tiny(kind="Arcee", config=_MODERN | {"attention_bias": True, "mlp_bias": True}),
+    "jais2": Tiny(kind="Jais2", config=_MODERN | {"head_dim": 8}),
+    "vaultgemma": Tiny(
+        kind="VaultGemma", config=_MODERN | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24}
+    ),
+    "granite_swa": Tiny(
+        kind="GraniteSWA",
+        config=_MODERN
+        | {"num_hidden_layers": 3, "sliding_window": 20, "layer_rope_theta": [1e5, 1e4, 0], "mlp_bias": True}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "granite_moe_swa": Tiny(
+        kind="GraniteMoeSWA",
+        config=_MODERN
+        | {"intermediate_size": 22, "num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 25}
+        | {"sliding_window": 20, "attention_multiplier": 0.2},
+    ),
+    "flex_olmo": Tiny(
+        kind="FlexOlmo",
+        config=_MODERN | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 22, "pad_token_id": 0},
+    ),
+    "mellum": Tiny(
+        kind="Mellum",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "head_dim": 16, "sliding_window": 20, "mlp_layer_types": ["dense", "sparse"]}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "solar_open": Tiny(
+        kind="SolarOpen",
+        config={key: value for key, value in _MODERN.items() if key != "intermediate_size"}
+        | _EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 16, "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "routed_scaling_factor": 1.7},
+    ),
+    "hy_v3": Tiny(
+        kind="HYV3",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    ),
     "apertus": Tiny(kind="Apertus", config=_MODERN | {"attention_bias": True}),
     "seed_oss": Tiny(kind="SeedOss", config=_MODERN | {"head_dim": 16, "attention_out_bias": True}),
     "nemotron": Tiny(kind="Nemotron", config=_MODERN | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),

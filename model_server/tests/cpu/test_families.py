@@ -34,6 +34,8 @@ LEFT_TO_TORCH = {
     "hunyuan_moe": "is_qk_norm_last True",
     "cohere2_moe": "experts.shared_scale 0.5",
     "gpt_oss": "gate_limit 1.3",
+    "granite_swa": "has_sinks True",
+    "granite_moe_swa": "has_sinks True",
     "llama4": "qk_norm plain",
 }
 FUSED = [name for name in ZOO if name not in LEFT_TO_TORCH]

@@ -12,7 +12,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 
 GPTQ, AWQ, COMPRESSED, FP8 = "gptq", "awq", "compressed-tensors", "fp8"
-MXFP4 = "mxfp4"  # of stacks of experts, whose tensors say it all; they are floating point once loaded
+MXFP4 = "mxfp4"  # of stacks of experts, which their tensors describe; they are floating point once loaded
 Q4_GROUP = 32
 _GPTQ_BITS = (2, 4, 8)  # widths of which a 32-bit word holds a whole number
 _PACKED_BITS = (4, 8)

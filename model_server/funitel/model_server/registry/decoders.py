@@ -348,6 +348,37 @@ _EXAONE: dict[str, Any] = {
     "sliding_windows": _EXAONE_WINDOWS,
     "unrotated_layers": _exaone_unrotated,
 }
+_GRANITE_WINDOWS = windows(default=128)
+
+
+def _granite_windows(config: Config) -> tuple[int | None, ...]:
+    """Windows of Granite's layers, but each fourth from the first on, unless the config lists them."""
+    kinds = ["sliding_attention" if i % 4 else "full_attention" for i in range(NUM_LAYERS(config))]
+    found: tuple[int | None, ...] = _GRANITE_WINDOWS({**config, "layer_types": config.get("layer_types") or kinds})
+    return found
+
+
+def _rotary_by_layer(*, is_windowed: bool) -> Rule:
+    """Rotary positions of Granite's layers with windows, or of the others, where the config lists a base for each."""
+
+    def read(config: Config) -> RotarySpec:
+        found: RotarySpec = rotary()(config)
+        bases, sizes = config.get("layer_rope_theta"), _granite_windows(config) or (None,) * NUM_LAYERS(config)
+        mine = {base for base, size in zip(bases or (), sizes, strict=False) if base and bool(size) is is_windowed}
+        if len(mine) > 1:
+            raise UnsupportedModel("layer_rope_theta must be the same in all layers with a window, and in all others")
+        return replace(found, base=float(mine.pop())) if mine else found
+
+    return read
+
+
+_GRANITE_SWA: dict[str, Any] = _GRANITE | {
+    "sliding_windows": _granite_windows,
+    "has_sinks": True,
+    "rotary": _rotary_by_layer(is_windowed=False),
+    "window_rotary": _rotary_by_layer(is_windowed=True),
+    "unrotated_layers": lambda c: tuple(i for i, base in enumerate(c.get("layer_rope_theta") or ()) if not base),
+}
 _OTHER_CORRECTION = {
     "router_correction": "layers.{i}.mlp.gate.e_score_correction_bias|layers.{i}.mlp.e_score_correction_bias"
 }
@@ -364,6 +395,18 @@ _HUNYUAN: dict[str, Any] = _ATTENTION_BIASES | {
     "is_qk_norm_last": True,
 }
 _HUNYUAN_NAMES = {"q_norm": "layers.{i}.self_attn.query_layernorm", "k_norm": "layers.{i}.self_attn.key_layernorm"}
+
+
+_GRANITE_SHARED: dict[str, Any] = {
+    "experts": experts(is_normalized=True, shared_size=first("shared_intermediate_size", default=0)),
+    "names": _GRANITE_MOE_NAMES
+    | {
+        "shared_gate": "",
+        "shared_up": "",
+        "shared_gate_up": "layers.{i}.shared_mlp.input_linear",
+        "shared_down": "layers.{i}.shared_mlp.output_linear",
+    },
+}
 
 
 def _ernie_dense_layers(config: Config) -> tuple[int, ...]:
@@ -438,6 +481,13 @@ FAMILIES: dict[str, ArchitectureRow] = {
         **_ATTENTION_BIASES,
         norm_eps=first("rms_norm_eps", default=1e-5),
         has_mlp_bias=first("mlp_bias", default=False),
+        is_gated=False,
+        activation=activation("hidden_act", default="relu2"),
+    ),
+    "Jais2ForCausalLM": row(
+        **_LAYER,
+        **_biases(first("attention_bias", default=True)) | {"has_mlp_bias": first("mlp_bias", default=True)},
+        norm_eps=first("layer_norm_eps", default=1e-5),
         is_gated=False,
         activation=activation("hidden_act", default="relu2"),
     ),
@@ -681,6 +731,11 @@ FAMILIES: dict[str, ArchitectureRow] = {
         }
     ),
     "Gemma2ForCausalLM": row(**_GEMMA2, sliding_windows=windows(pattern=2, default=4096), names=_SANDWICH_NAMES),
+    "VaultGemmaForCausalLM": row(
+        **_GEMMA2 | {"norm_placement": NormPlacement.PRE},
+        sliding_windows=windows(pattern=2, default=4096),
+        names={"mlp_norm": "layers.{i}.pre_feedforward_layernorm"},
+    ),
     "Gemma3ForCausalLM": row(
         **_GEMMA2,
         qk_norm=QkNorm.HEAD,
@@ -1090,15 +1145,63 @@ FAMILIES: dict[str, ArchitectureRow] = {
         experts=experts(is_normalized=True),
         names=_GRANITE_MOE_NAMES,
     ),
-    "GraniteMoeSharedForCausalLM": row(
-        **_GRANITE,
-        experts=experts(is_normalized=True, shared_size=first("shared_intermediate_size", default=0)),
-        names=_GRANITE_MOE_NAMES
+    "GraniteMoeSharedForCausalLM": row(**_GRANITE, **_GRANITE_SHARED),
+    "GraniteMoeSWAForCausalLM": row(**_GRANITE_SWA, **_GRANITE_SHARED),
+    "GraniteSWAForCausalLM": row(
+        **_TIED,
+        **_GRANITE_SWA,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        has_mlp_bias=first("mlp_bias", default=False),
+    ),
+    "FlexOlmoForCausalLM": row(
+        **_ATTENTION_BIASES,
+        norm_placement=NormPlacement.POST,
+        qk_norm=QkNorm.WHOLE,
+        rotary=rotary(base=5e5),
+        experts=experts(),
+        names=_SANDWICH_NAMES,
+    ),
+    "MellumForCausalLM": row(
+        **_ATTENTION_BIASES,
+        qk_norm=QkNorm.HEAD,
+        rotary=rotary(base=5e5, base_keys=(), scaling_keys=("rope_parameters",)),
+        window_rotary=rotary(base_keys=(), scaling_keys=("rope_parameters",), layers="sliding_attention"),
+        sliding_windows=windows(pattern=1, default=1024),
+        experts=experts(dense_layers=_dense_by_kind(0), is_normalized=first("norm_topk_prob", default=True)),
+        names={"ignored": (r"rotary_emb\.inv_freq$", r"^mtp\.")},
+    ),
+    "SolarOpenForCausalLM": row(
+        has_qkv_bias=_ATTENTION_BIAS,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        intermediate_size=first("moe_intermediate_size"),  # of no layer
+        rotary=rotary(base=1e6),
+        experts=experts(
+            **_CORRECTED,
+            dense_layers=(),
+            shared_size=lambda c: c.get("n_shared_experts", 1) * c["moe_intermediate_size"],
+        ),
+        names=_OTHER_CORRECTION,
+    ),
+    "HYV3ForCausalLM": row(
+        **_ATTENTION_BIASES,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        has_mlp_bias=first("mlp_bias", default=False),
+        rotary=rotary(base=11158840.0),
+        qk_norm=QkNorm.HEAD,
+        experts=experts(
+            score=ExpertScore.SIGMOID,
+            is_normalized=True,
+            dense_layers=_dense_by_kind(1),
+            scale=lambda c: float(c.get("router_scaling_factor", 2.826)),
+            shared_size=lambda c: c.get("num_shared_experts", 1) * c["moe_intermediate_size"],
+        ),
+        names=_CORRECTED_NAMES
         | {
-            "shared_gate": "",
-            "shared_up": "",
-            "shared_gate_up": "layers.{i}.shared_mlp.input_linear",
-            "shared_down": "layers.{i}.shared_mlp.output_linear",
+            "router": "layers.{i}.mlp.gate|layers.{i}.mlp.router.gate",
+            "router_correction": "layers.{i}.mlp.e_score_correction_bias|layers.{i}.mlp.expert_bias",
+            "shared_gate": "layers.{i}.mlp.shared_experts.gate_proj|layers.{i}.mlp.shared_mlp.gate_proj",
+            "shared_up": "layers.{i}.mlp.shared_experts.up_proj|layers.{i}.mlp.shared_mlp.up_proj",
+            "shared_down": "layers.{i}.mlp.shared_experts.down_proj|layers.{i}.mlp.shared_mlp.down_proj",
         },
     ),
     "DeepseekV2ForCausalLM": row(

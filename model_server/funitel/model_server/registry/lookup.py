@@ -69,6 +69,7 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "Ministral3ForCausalLM": _sizes(131072, 4096, 14336, 34, 32, 262144, 8)
     | {"head_dim": 128, "rope_scaling": _MINISTRAL_ROPE},
     "ArceeForCausalLM": _sizes(32000, 2560, 18432, 32, 32, 4096),
+    "Jais2ForCausalLM": _sizes(150272, 3328, 26624, 32, 26, 8192),
     "ApertusForCausalLM": _sizes(131072, 4096, 14336, 32, 32, 65536) | {"rope_scaling": _APERTUS_ROPE},
     "SeedOssForCausalLM": _sizes(155136, 4096, 27648, 64, 80, 524288, 8) | {"head_dim": 128},
     "NemotronForCausalLM": _sizes(256000, 6144, 24576, 32, 48, 4096),
@@ -99,6 +100,9 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "Qwen3ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN | {"head_dim": 128},
     "GemmaForCausalLM": _sizes(256000, 3072, 24576, 28, 16, 8192, 16) | {"head_dim": 256},
     "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
+    | _GEMMA2
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "VaultGemmaForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
     | _GEMMA2
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _sizes(262208, 2304, 9216, 26, 8, 131072, 4) | _GEMMA2,
@@ -156,6 +160,12 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "OlmoeForCausalLM": _sizes(50304, 2048, 2048, 16, 16, 4096) | _experts(64, 8),
     "GraniteMoeForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
     "GraniteMoeSharedForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
+    "GraniteMoeSWAForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
+    "GraniteSWAForCausalLM": _sizes(100352, 2560, 8192, 24, 20, 8192, 4),
+    "FlexOlmoForCausalLM": _sizes(100352, 4096, 11008, 32, 32, 4096) | _experts(7, 5),
+    "MellumForCausalLM": _sizes(98304, 2304, 7168, 28, 32, 131072, 4) | {"head_dim": 128} | _experts(64, 8, 896),
+    "SolarOpenForCausalLM": _sizes(196608, 4096, 1280, 48, 64, 131072, 8) | {"head_dim": 128} | _experts(128, 8, 1280),
+    "HYV3ForCausalLM": _sizes(120832, 4096, 13312, 80, 64, 131072, 8) | {"head_dim": 128} | _experts(192, 8, 1536),
     "DeepseekV2ForCausalLM": _sizes(102400, 4096, 11008, 32, 32, 2048)
     | _experts(64, size=1407)
     | _LATENT

@@ -9,6 +9,7 @@ from funitel.model_server.registry.row import Config
 
 _GPT = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM")
 _GATED_EXPERTS = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_ROUTED_EXPERTS = (*_GATED_EXPERTS, "Dots1ForCausalLM", "SolarOpenForCausalLM")
 _QWEN_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 _COHERE = ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
 _EXAONE = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
@@ -17,7 +18,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "decoder_sparse_step": _QWEN_EXPERTS,
     "first_k_dense_replace": (*_GATED_EXPERTS, "ExaoneMoeForCausalLM", "Dots1ForCausalLM", "Cohere2MoeForCausalLM"),
     "kv_channels": (),
-    "layer_norm_eps": (*_COHERE, "PhiForCausalLM", "GPTNeoXForCausalLM", "StableLmForCausalLM"),
+    "layer_norm_eps": (*_COHERE, "PhiForCausalLM", "GPTNeoXForCausalLM", "StableLmForCausalLM", "Jais2ForCausalLM"),
     "layer_norm_epsilon": (
         *_GPT,
         "GPTNeoForCausalLM",
@@ -27,14 +28,19 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     ),
     "mlp_only_layers": _QWEN_EXPERTS,
     "n_embed": ("BloomForCausalLM", "FalconForCausalLM"),
-    "n_routed_experts": (*_GATED_EXPERTS, "Dots1ForCausalLM"),
-    "n_shared_experts": (*_GATED_EXPERTS, "Dots1ForCausalLM"),
+    "n_routed_experts": _ROUTED_EXPERTS,
+    "n_shared_experts": _ROUTED_EXPERTS,
     "norm_epsilon": ("Starcoder2ForCausalLM",),
     "rotary_emb_base": ("GPTNeoXForCausalLM",),
     "rotary_pct": ("GPTNeoXForCausalLM",),
-    "routed_scaling_factor": (*_GATED_EXPERTS, "ExaoneMoeForCausalLM", "Dots1ForCausalLM"),
+    "routed_scaling_factor": (*_ROUTED_EXPERTS, "ExaoneMoeForCausalLM"),
     "sliding_window_pattern": (*_EXAONE, "Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Gemma3ForCausalLM"),
-    "use_sliding_window": (*_QWEN_EXPERTS, "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"),
+    "use_sliding_window": (
+        *_QWEN_EXPERTS,
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "SmolLM3ForCausalLM",
+    ),
 }
 """Fields that few classes read, and these."""
 
@@ -55,6 +61,8 @@ _STRANGERS: Mapping[str, tuple[str, ...]] = {
         "MiniMaxM2ForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "FlexOlmoForCausalLM",
         "GptOssForCausalLM",
         "MixtralForCausalLM",
         "OlmoeForCausalLM",
