@@ -45,6 +45,22 @@ class TensorFile(Protocol):
     def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
+class RenamedTensor:
+    """One tensor of a file, which has it by another name."""
+
+    def __init__(self, file: TensorFile, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """See TensorFile."""
+        return self._file.get_slice(self._name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """See TensorFile."""
+        return self._file.get_tensor(self._name)
+
+
 Files = Mapping[str, TensorFile]  # by the names of the tensors
 
 

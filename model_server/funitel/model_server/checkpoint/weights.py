@@ -16,7 +16,15 @@ from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
 from funitel.model_server.checkpoint.quantized_storage import TGI_TENSORS, QuantizedStorage, gptq_tensors, open_storages
-from funitel.model_server.checkpoint.storage import Range, StackedStorage, Storage, TensorFile, open_file, part_shape
+from funitel.model_server.checkpoint.storage import (
+    Range,
+    RenamedTensor,
+    StackedStorage,
+    Storage,
+    TensorFile,
+    open_file,
+    part_shape,
+)
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.quantized.bit_packing import Codes
@@ -36,10 +44,20 @@ _KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
 _PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.(weight|bias)")  # of a matrix or a vector in a stack
 
 
+_OF_TEXT = re.compile(r"(language_model\.)(?=lm_head\.)|(language_model\.model|model\.language_model)\.")
+
+
+def name_of_text(name: str) -> str:
+    """What a tensor of the text model is called without the model for images too that holds it."""
+    found = _OF_TEXT.match(name)
+    return name if found is None else ("" if found[1] else "model.") + name[found.end() :]
+
+
 class Weights:
     """The tensors of one checkpoint folder, cast to `dtype` on `device` as they are read.
 
-    Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
+    Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood, and
+    one of a model for images too, with the text model behind `language_model`.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks of some types sets
@@ -85,9 +103,10 @@ class Weights:
     def _open(self, path: Path) -> None:
         file, names = open_file(path)
         for name in names:
-            if name in self._files:
+            known = name_of_text(name)
+            if known in self._files:
                 raise WeightsError(f"tensor {name} is in two files of {path.parent}")
-            self._files[name] = file
+            self._files[known] = file if known == name else RenamedTensor(file, name)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of this name, with prefix."""

@@ -328,7 +328,7 @@ class TritonElementwiseOps:
             HAS_SCALES=rule.is_scaled,
             MOST=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
             NORM=_kind_of(q_norm),
-            IS_NORM_OF_EACH=q_norm is not None and q_norm.weight.dim() == 2,
+            IS_NORM_OF_EACH=q_norm is not None and q_norm.weight is not None and q_norm.weight.dim() == 2,
             HAS_NORM_BIAS=q_norm is not None and q_norm.bias is not None,
         )
         return queries

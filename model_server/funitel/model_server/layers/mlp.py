@@ -84,7 +84,7 @@ class Mlp:
     def _limited(self, x: torch.Tensor) -> torch.Tensor:
         """Gates and values side by side, each within its limits, of [num_tokens, 2 * units]."""
         if self.is_interleaved:
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
         if self.limit is None and not self.shift:
             return x
         gate, up = x.chunk(2, dim=-1)
@@ -231,6 +231,6 @@ def any_expert_spec(spec: ModelSpec, experts: ExpertsSpec, *, is_packed: bool = 
 def shared_spec(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     """The spec with the MLP that all tokens pass."""
     names = spec.names
-    given = {"gate": names.shared_gate, "up": names.shared_up, "gate_up": names.shared_gate_up}
-    shared = replace(names, **given, down=names.shared_down, is_stack_interleaved=False)
+    shared = replace(names, gate=names.shared_gate, up=names.shared_up, down=names.shared_down)
+    shared = replace(shared, gate_up=names.shared_gate_up, is_stack_interleaved=False)
     return replace(spec, intermediate_size=experts.shared_size, names=shared)

@@ -112,8 +112,8 @@ def scaled_twice(config: Config) -> RotarySpec:
     given = _SCALING(config)
     if found.scaling.kind == "default":
         return found
-    amplitudes = {"amplitude": float(given["short_mscale"]), "long_amplitude": float(given["long_mscale"])}
-    return replace(found, scaling=replace(found.scaling, **amplitudes))
+    short, long = float(given["short_mscale"]), float(given["long_mscale"])
+    return replace(found, scaling=replace(found.scaling, amplitude=short, long_amplitude=long))
 
 
 def growing_queries(config: Config) -> QueryGrowthSpec | None:

@@ -8,6 +8,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
 from funitel.model_server.registry.unread_fields import read_by
+from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
 from funitel.model_server.spec.json_file import check_types, read_spec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
@@ -191,6 +192,9 @@ def spec_of(config: Config) -> ModelSpec:
         UnsupportedModel: a field is missing, or has a value of the wrong kind.
     """
     architectures = config.get("architectures") or []
+    holder = next((name for name in architectures if name in WRAPPED), None)
+    if holder is not None:
+        return wrapped(spec_of(text_of(holder, config)), holder)
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
         raise NoRow(

@@ -14,6 +14,7 @@ from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
+from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models import needs
 from funitel.model_server.tools.models.report import list_all, served_architectures, tell_needs
@@ -43,7 +44,7 @@ def told(folder: Path, **given: Any) -> dict[str, Any]:
 def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides() -> None:
     found = json.loads(list_all(is_json=True))
     rows = {row["architecture"]: row for row in found["architectures"]}
-    assert rows.keys() == {*FAMILIES, *SEQ2SEQ, *ENCODERS}
+    assert rows.keys() == {*FAMILIES, *WRAPPED, *SEQ2SEQ, *ENCODERS}
     assert rows["LlamaForCausalLM"]["fused"] == "yes"
     assert "int8" in rows["LlamaForCausalLM"]["precisions"]
     assert rows["Olmo2ForCausalLM"]["fused"] == "yes"

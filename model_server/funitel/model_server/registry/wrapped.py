@@ -1,0 +1,38 @@
+"""Models for images too, of which the text model is served: the row of the text, as `text_config` has it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from funitel.model_server.registry.row import Config
+from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.proto.errors import NoRow
+
+WRAPPED: Mapping[str, Mapping[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral": "MinistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+}
+"""Architecture -> the row of its text, by the `model_type` of that."""
+
+_OTHERS = r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+
+
+def text_of(architecture: str, config: Config) -> Config:
+    """The config of the text model. Raises: `NoRow`: there is none, or no row for it."""
+    text = config.get("text_config") or {}
+    row = WRAPPED[architecture].get(text.get("model_type") or "")
+    if row is None:
+        message = f"{architecture} with a text_config of model_type {text.get('model_type')!r} is not supported"
+        raise NoRow(message, why="no row of the table is for its text")
+    outer = {key: config[key] for key in ("tie_word_embeddings",) if config.get(key) is not None}
+    return {**outer, **text, "architectures": [row]}
+
+
+def wrapped(spec: ModelSpec, architecture: str) -> ModelSpec:
+    """The spec of a text model as that of the model that holds it: its other tensors are left aside."""
+    return replace(spec, architecture=architecture, names=replace(spec.names, ignored=(*spec.names.ignored, _OTHERS)))
