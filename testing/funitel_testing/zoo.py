@@ -569,6 +569,18 @@ ZOO: dict[str, Tiny] = {
         | {"n_routed_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
         | {"norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
+    "mistral4": Tiny(
+        kind="Mistral4",
+        config=_LATENT
+        | _EXPERTS
+        | {"n_routed_experts": 12, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 22}
+        | {"n_group": 4, "topk_group": 2, "attention_bias": True}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3, **_SHORT_YARN}},
+    ),
+    "minicpm3": Tiny(
+        kind="MiniCPM3",
+        config=_LATENT | {"q_lora_rank": 22, "attention_bias": True, "mlp_bias": True, "dim_model_base": 16},
+    ),
     "minicpm": Tiny(
         kind="Granite",
         config=_MODERN
@@ -581,6 +593,18 @@ ZOO: dict[str, Tiny] = {
         family_config=_MODERN
         | {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
         | {"tie_word_embeddings": False},
+    ),
+    "internlm3": Tiny(
+        kind="Llama",
+        config=_MODERN | {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
+        family_config=_MODERN
+        | {"architectures": ["InternLM3ForCausalLM"], "head_dim": 16, "qkv_bias": True, "bias": True},
+    ),
+    "iquestcoder": Tiny(
+        kind="Llama",
+        config=_MODERN | {"head_dim": 16, "mlp_bias": True, "rms_norm_eps": 1e-5},
+        family_config=_MODERN
+        | {"architectures": ["IQuestCoderForCausalLM"], "head_dim": 16, "mlp_bias": True, "use_sliding_window": False},
     ),
     "internlm2": Tiny(
         kind="Llama",

@@ -28,6 +28,7 @@ LEFT_TO_TORCH = {
     "phi3_longrope": "rotary scaling longrope",
     "opt_350m": "embedding_size 24",
     "ministral3": "query_growth",
+    "mistral4": "query_growth",
     "apertus": "activation xielu",
     "phimoe": "experts.score sparsemixer",
     "hunyuan": "is_qk_norm_last True",

@@ -33,6 +33,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**_SIGHT, "image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16}
         | {"vision_output_dim": 16, "intermediate_size": 64},
     ),
+    "mistral4": ("Mistral3", "mistral4", {"model_type": "mistral4"}, _PIXTRAL),
+    "qwen2_vl": (
+        "Qwen2VL",
+        "qwen2",
+        {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
+        {"depth": 1, "embed_dim": 16, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 14},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        "qwen2",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
+        {**_QWEN_SIGHT, "patch_size": 14, "fullatt_block_indexes": [0]},
+    ),
     "qwen3_vl": (
         "Qwen3VL",
         "qwen3",
@@ -50,6 +63,7 @@ def build(name: str, *, is_tied: bool) -> Any:
         text_config=given | {"tie_word_embeddings": is_tied}, vision_config=sight, tie_word_embeddings=is_tied
     )
     config._attn_implementation = "eager"
+    config.text_config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
@@ -69,7 +83,7 @@ def test_the_text_gives_the_logits_of_transformers(
 ) -> None:
     model = build(name, is_tied=is_tied)
     model.save_pretrained(tmp_path, save_original_format=as_published)
-    assert any("language_model." in each for each in load_file(tmp_path / "model.safetensors"))
+    assert any("vision" in each or "visual" in each for each in load_file(tmp_path / "model.safetensors"))
     prompts = [list(range(40)), [7, 8, 9, 10, 11]]
     with torch.inference_mode():
         expected = [model(input_ids=torch.tensor([ids])).logits[0] for ids in prompts]
@@ -78,6 +92,15 @@ def test_the_text_gives_the_logits_of_transformers(
     assert check(tmp_path, None) == []
     spec = spec_of(json.loads((tmp_path / "config.json").read_text()))
     assert (spec.architecture in WRAPPED, spec.num_heads) == (True, HEADS)
+
+
+def test_a_config_may_have_the_text_at_its_top(tmp_path: Path) -> None:
+    build("qwen2_5_vl", is_tied=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    flat = text | config | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 1e4}
+    flat.pop("rope_parameters")
+    assert spec_of(flat) == spec_of(json.loads((tmp_path / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("text", [None, {"model_type": "nobodys"}])

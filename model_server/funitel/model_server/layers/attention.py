@@ -126,6 +126,7 @@ class LatentAttention:
         self.backend = backend
         self.rule = _rule(spec, heads, index, weights.device)
         self.rotary = spec.rotary_of(index)
+        self.growth = spec.growth_of(index)
         self.rank = latent.rank
         self.parts = [spec.head_dim - num_turned, num_turned]  # elements of a query that stay, and that turn
         self.queries = _LatentQueries(spec, latent, weights, heads, name)
@@ -158,6 +159,8 @@ class LatentAttention:
         cached = torch.cat((self.kv_norm(latent)[:, None], rotated[:, -1:]), dim=-1)  # [num_tokens, 1, cached_dim]
         cache.write(self.index, batch.slots, cached)
         query = torch.cat((self.into(still), rotated[:, :-1]), dim=-1)
+        if self.growth is not None:
+            query = query * grown(batch.positions, self.growth).to(query.dtype)
         attended = self.backend.attend(query, cache, self.index, plan, self.rule)[..., : self.rank]
         return self.out(self.back(attended).flatten(1))
 

@@ -1040,6 +1040,17 @@ FAMILIES: dict[str, ArchitectureRow] = {
         residual_scale=lambda c: c.get("scale_depth", math.sqrt(NUM_LAYERS(c))) / math.sqrt(NUM_LAYERS(c)),
         logit_scale=lambda c: c.get("dim_model_base", HIDDEN_SIZE(c)) / HIDDEN_SIZE(c),
     ),
+    "InternLM3ForCausalLM": row(
+        has_qkv_bias=first("qkv_bias", default=False),
+        has_out_bias=first("bias", default=False),
+        has_mlp_bias=first("bias", default=False),
+    ),
+    "IQuestCoderForCausalLM": row(
+        **_ATTENTION_BIASES,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        has_mlp_bias=first("mlp_bias", default=False),
+        fixed={"clip_qkv": None, "use_sliding_window": False},
+    ),
     "InternLM2ForCausalLM": row(
         has_qkv_bias=first("bias", default=False),
         has_out_bias=first("bias", default=False),
@@ -1203,6 +1214,28 @@ FAMILIES: dict[str, ArchitectureRow] = {
             "shared_up": "layers.{i}.mlp.shared_experts.up_proj|layers.{i}.mlp.shared_mlp.up_proj",
             "shared_down": "layers.{i}.mlp.shared_experts.down_proj|layers.{i}.mlp.shared_mlp.down_proj",
         },
+    ),
+    "Mistral4ForCausalLM": row(
+        **_DEEPSEEK,
+        query_growth=growing_queries,
+        experts=experts(
+            is_normalized=first("norm_topk_prob", default=True),
+            num_groups=first("n_group", default=1),
+            num_chosen_groups=first("topk_group", default=1),
+            group_depth=2,
+        ),
+    ),
+    "MiniCPM3ForCausalLM": row(
+        **_TIED,
+        **_DEEPSEEK
+        | {
+            "latent": lambda c: latent({**c, "v_head_dim": c.get("v_head_dim") or HIDDEN_SIZE(c) // NUM_HEADS(c)}),
+            "rotary": lambda c: latent_rotary({**c, "rope_interleave": False}),
+        },
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        embedding_scale=first("scale_emb", default=12),
+        residual_scale=lambda c: (c.get("scale_depth", 1.4) or NUM_LAYERS(c) ** 0.5) / NUM_LAYERS(c) ** 0.5,
+        logit_scale=lambda c: (c.get("dim_model_base", 256) or HIDDEN_SIZE(c)) / HIDDEN_SIZE(c),
     ),
     "DeepseekV2ForCausalLM": row(
         **_DEEPSEEK,

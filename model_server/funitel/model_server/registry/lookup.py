@@ -48,7 +48,7 @@ _GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
 }
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
-_MINISTRAL_ROPE = {
+_MINISTRAL_ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -57,6 +57,7 @@ _MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_MISTRAL4_ROPE = _MINISTRAL_ROPE | {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
 _APERTUS_ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -167,6 +168,12 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "MellumForCausalLM": _sizes(98304, 2304, 7168, 28, 32, 131072, 4) | {"head_dim": 128} | _experts(64, 8, 896),
     "SolarOpenForCausalLM": _sizes(196608, 4096, 1280, 48, 64, 131072, 8) | {"head_dim": 128} | _experts(128, 8, 1280),
     "HYV3ForCausalLM": _sizes(120832, 4096, 13312, 80, 64, 131072, 8) | {"head_dim": 128} | _experts(192, 8, 1536),
+    "Mistral4ForCausalLM": _sizes(131072, 4096, 12288, 36, 32, 1048576, 32)
+    | _experts(128, 4, 2048)
+    | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"n_shared_experts": 1, "rope_scaling": _MISTRAL4_ROPE},
+    "MiniCPM3ForCausalLM": _sizes(73448, 2560, 6400, 62, 40, 32768, 40)
+    | {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     "DeepseekV2ForCausalLM": _sizes(102400, 4096, 11008, 32, 32, 2048)
     | _experts(64, size=1407)
     | _LATENT

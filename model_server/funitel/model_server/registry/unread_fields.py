@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from funitel.model_server.registry.row import Config
 
 _GPT = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM")
-_GATED_EXPERTS = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_GATED_EXPERTS = (
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Mistral4ForCausalLM",
+)
 _ROUTED_EXPERTS = (*_GATED_EXPERTS, "Dots1ForCausalLM", "SolarOpenForCausalLM")
 _QWEN_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 _COHERE = ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
@@ -55,7 +61,7 @@ _STRANGERS: Mapping[str, tuple[str, ...]] = {
         "Starcoder2ForCausalLM",
     ),
     "max_position_embeddings": ("MptForCausalLM",),
-    "mlp_bias": ("Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM"),
+    "mlp_bias": ("Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM", "Mistral4ForCausalLM"),
     "moe_intermediate_size": (
         "PhimoeForCausalLM",
         "MiniMaxM2ForCausalLM",

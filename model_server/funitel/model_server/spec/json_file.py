@@ -57,8 +57,6 @@ def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
         yield f"latent needs qkv_clip null, given {spec.qkv_clip}"
     if spec.has_sinks:
         yield "latent needs has_sinks false"
-    if spec.query_growth is not None:
-        yield "latent needs query_growth null"
 
 
 def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:

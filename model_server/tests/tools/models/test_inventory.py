@@ -136,6 +136,7 @@ LEFT_TO_TORCH = {
     "GraniteMoeSWAForCausalLM": "no: has_sinks True",
     "HunYuanMoEV1ForCausalLM": "no: is_qk_norm_last True",
     "Llama4ForCausalLM": "no: qk_norm plain",
+    "Mistral4ForCausalLM": "no: query_growth",
     "PhimoeForCausalLM": "no: experts.score sparsemixer",
 }
 
