@@ -116,6 +116,26 @@ def test_stacked_and_separate_experts_give_the_same_logits(tmp_path: Path) -> No
     assert torch.equal(separate[0], stacked[0])
 
 
+def test_experts_of_a_llama_4_may_lie_one_by_one(tmp_path: Path) -> None:
+    ZOO["llama4"].save(tmp_path)
+    prompts, path = [[1, 2, 3, 4, 5, 6, 7]], tmp_path / "model.safetensors"
+    expected = forward_worker.run(tmp_path, TensorParallel(), prompts, 2)
+    separate = {}
+    for name, tensor in load_file(path).items():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            separate[name] = tensor
+            continue
+        for j, matrix in enumerate(tensor.transpose(1, 2)):  # [outputs, inputs]
+            parts = {"down_proj": matrix}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            separate |= {f"{stem}.{j}.{part}.weight": each.contiguous() for part, each in parts.items()}
+    save_file(separate, path, {"format": "pt"})
+    assert check(tmp_path, None) == []
+    assert torch.allclose(forward_worker.run(tmp_path, TensorParallel(), prompts, 2)[0], expected[0], atol=1e-5)
+
+
 def test_a_stack_that_is_too_small_is_one_clear_line(tmp_path: Path) -> None:
     ZOO["mixtral_stacked"].save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

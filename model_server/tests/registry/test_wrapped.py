@@ -16,7 +16,7 @@ from funitel.proto.errors import NoRow
 from funitel_testing import forward_worker
 from funitel_testing.families import TOLERANCE
 from funitel_testing.threads import on_ranks
-from funitel_testing.zoo import HEADS, HIDDEN, ZOO
+from funitel_testing.zoo import HIDDEN, ZOO
 
 _SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PIXTRAL = {"image_size": 28, "patch_size": 14, "head_dim": 8, **_SIGHT, "model_type": "pixtral"}
@@ -91,7 +91,7 @@ def test_the_text_gives_the_logits_of_transformers(
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < TOLERANCE
     assert check(tmp_path, None) == []
     spec = spec_of(json.loads((tmp_path / "config.json").read_text()))
-    assert (spec.architecture in WRAPPED, spec.num_heads) == (True, HEADS)
+    assert (spec.architecture in WRAPPED, spec.hidden_size) == (True, HIDDEN)
 
 
 def test_a_config_may_have_the_text_at_its_top(tmp_path: Path) -> None:

@@ -224,7 +224,8 @@ def any_expert_spec(spec: ModelSpec, experts: ExpertsSpec, *, is_packed: bool = 
     names = spec.names
     gate_up = names.expert_gate_up if is_packed or not names.expert_gate else ""
     mlp = replace(names, gate=names.expert_gate, up=names.expert_up, gate_up=gate_up, down=names.expert_down)
-    mlp = replace(mlp, is_transposed=names.is_stack_transposed)
+    if gate_up:  # else experts lie one by one
+        mlp = replace(mlp, is_transposed=names.is_stack_transposed)
     return replace(spec, intermediate_size=experts.intermediate_size, has_mlp_bias=experts.has_bias, names=mlp)
 
 

@@ -692,10 +692,11 @@ FAMILIES: dict[str, ArchitectureRow] = {
             "up": "layers.{i}.feed_forward.up_proj",
             "down": "layers.{i}.feed_forward.down_proj",
             "router": "layers.{i}.feed_forward.router",
-            "expert_gate": "",
-            "expert_up": "",
+            "expert_gate": "layers.{i}.feed_forward.experts.{j}.gate_proj",  # as quantisers leave them
+            "expert_up": "layers.{i}.feed_forward.experts.{j}.up_proj",
             "expert_gate_up": "layers.{i}.feed_forward.experts.gate_up_proj[{j}]",
-            "expert_down": "layers.{i}.feed_forward.experts.down_proj[{j}]",
+            "expert_down": "layers.{i}.feed_forward.experts.{j}.down_proj"
+            "|layers.{i}.feed_forward.experts.down_proj[{j}]",
             "is_stack_transposed": True,
             "shared_gate": "layers.{i}.feed_forward.shared_expert.gate_proj",
             "shared_up": "layers.{i}.feed_forward.shared_expert.up_proj",

@@ -223,6 +223,11 @@ def spec_of(config: Config) -> ModelSpec:
     return spec
 
 
+def holds_more_than_text(spec: ModelSpec) -> bool:
+    """Whether the checkpoint of a spec is one of a model for images too, of which the spec describes the text."""
+    return spec.architecture in WRAPPED
+
+
 def _as_written(message: str, config: Config) -> str:
     """A message that begins with a field of a spec, with the name in front that the config has for it, if another."""
     field = message.partition(" ")[0].partition("[")[0]
