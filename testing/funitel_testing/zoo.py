@@ -263,6 +263,13 @@ ZOO: dict[str, Tiny] = {
         | {"num_experts": 8, "head_dim": 16, "sliding_window": 20, "mlp_layer_types": ["dense", "sparse"]}
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "afmoe": Tiny(
+        kind="Afmoe",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 16, "route_scale": 1.7, "mup_enabled": True}
+        | {"sliding_window": 20, "global_attn_every_n_layers": 2, "attention_bias": True},
+    ),
     "solar_open": Tiny(
         kind="SolarOpen",
         config={key: value for key, value in _MODERN.items() if key != "intermediate_size"}

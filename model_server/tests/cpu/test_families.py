@@ -35,6 +35,7 @@ LEFT_TO_TORCH = {
     "hunyuan_moe": "is_qk_norm_last True",
     "cohere2_moe": "experts.shared_scale 0.5",
     "gpt_oss": "gate_limit 1.3",
+    "afmoe": "has_output_gate True",
     "granite_swa": "has_sinks True",
     "granite_moe_swa": "has_sinks True",
     "llama4": "qk_norm plain",

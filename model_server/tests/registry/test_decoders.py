@@ -50,6 +50,7 @@ def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
         ("gate_shift", 1.0),
         ("chunk_sizes", [4, None]),
         ("has_sinks", True),
+        ("has_output_gate", True),
         ("query_growth", {"rate": 0.1, "period": 8}),
         ("experts", _EXPERTS | {"score": "sparsemixer"}),
         ("experts", _EXPERTS | {"shared_scale": 0.5}),

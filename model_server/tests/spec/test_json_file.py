@@ -120,6 +120,8 @@ def test_check_names_what_is_missing_unexpected_and_of_the_wrong_shape(tmp_path:
         ({"query_growth": {"rate": 0.1, "period": 0}}, "query_growth.period must be >= 1, given 0"),
         ({"query_growth": {"rate": 0.1, "period": 8, "offset": -1}}, "query_growth.offset must be >= 0, given -1"),
         ({"latent": LATENT, "num_kv_heads": 1, "has_sinks": True}, "latent needs has_sinks false"),
+        ({"latent": LATENT, "num_kv_heads": 1, "has_output_gate": True}, "latent needs has_output_gate false"),
+        ({"has_output_gate": True, "names": {"output_gate": ""}}, "names.output_gate must not be empty"),
         ({"latent": LATENT}, "latent needs num_kv_heads 1, given 3"),
         ({"latent": LATENT, "num_kv_heads": 1, "rotary": {}}, "latent needs rotary.dims below head_dim 8, given None"),
         ({"latent": LATENT | {"rank": 0}, "num_kv_heads": 1}, "latent.rank must be within 1..4194304, given 0"),

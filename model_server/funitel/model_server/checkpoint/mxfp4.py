@@ -6,6 +6,7 @@ Source: OCP Microscaling Formats, version 1.0; the order of the numbers in a byt
 from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from funitel.model_server.checkpoint.storage import Files, Range, Storage
 from funitel.proto.errors import WeightsError
@@ -15,6 +16,7 @@ _NUM_BYTES = _BLOCK // 2
 _BIAS = 127  # of the exponents
 # Of a sign, two bits of exponent and one of mantissa.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_PAIRS = torch.tensor([(_VALUES[byte & 15], _VALUES[byte >> 4]) for byte in range(256)])  # what each byte says
 
 
 class Mxfp4Storage(Storage):
@@ -57,7 +59,8 @@ class Mxfp4Storage(Storage):
             slice(start, -(-end // _BLOCK)),
         )
         codes, exponents = self._blocks[part][0].to(device), self._scales[part][0].to(device)
-        values = torch.tensor(_VALUES, device=device)
-        numbers = values[torch.stack((codes & 15, codes >> 4), dim=-1).long()].flatten(-2)  # [rows, blocks, 32]
-        scaled = torch.ldexp(numbers, (exponents.int() - _BIAS)[..., None]).flatten(1)
+        wide = dtype if dtype is torch.bfloat16 else torch.float32
+        numbers = F.embedding(codes.int(), _PAIRS.to(device, wide)).flatten(-2)  # [rows, blocks, 32]
+        scales = torch.ldexp(torch.ones(exponents.shape, device=device), exponents.int() - _BIAS).to(wide)
+        scaled = (numbers * scales[..., None]).flatten(1)
         return scaled[:, first - start * _BLOCK : end - start * _BLOCK].to(dtype).contiguous()

@@ -66,6 +66,11 @@ class Attention:
             )
         is_last = spec.is_qk_norm_last
         self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales, is_norm_last=is_last)
+        self.gate: ColumnLinear | None = None
+        if spec.has_output_gate:
+            part = name(names.output_gate), spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)
+            transposed = names.is_transposed
+            self.gate = ColumnLinear(weights, [part], spec.hidden_size, has_bias=False, is_transposed=transposed)
         self.out = heads_out(spec, weights, name(names.out), heads, parallel, dim)
 
     def __call__(
@@ -80,7 +85,10 @@ class Attention:
         attended = self.backend.attend(q, cache, self.index, plan, self.rule)
         if self.heads.value_scale != 1.0:
             attended = attended * self.heads.value_scale
-        return self.out(attended.view(x.shape[0], -1))
+        attended = attended.view(x.shape[0], -1)
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x))
+        return self.out(attended)
 
 
 def grown(positions: torch.Tensor, growth: QueryGrowthSpec) -> torch.Tensor:

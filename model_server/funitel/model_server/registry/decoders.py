@@ -409,6 +409,13 @@ _GRANITE_SHARED: dict[str, Any] = {
 }
 
 
+def _afmoe_windows(config: Config) -> tuple[int | None, ...]:
+    """Windows of all layers but each so-many-th."""
+    step = config.get("global_attn_every_n_layers") or 4
+    found: tuple[int | None, ...] = windows(pattern=step, default=1024)(config)
+    return found or (None,) * NUM_LAYERS(config)
+
+
 def _ernie_dense_layers(config: Config) -> tuple[int, ...]:
     """Layers without experts: those outside a range, and within it all but each so-many-th."""
     start, step = (config.get(f"moe_layer_{name}", 1) for name in ("start_index", "interval"))
@@ -1181,6 +1188,30 @@ FAMILIES: dict[str, ArchitectureRow] = {
         sliding_windows=windows(pattern=1, default=1024),
         experts=experts(dense_layers=_dense_by_kind(0), is_normalized=first("norm_topk_prob", default=True)),
         names={"ignored": (r"rotary_emb\.inv_freq$", r"^mtp\.")},
+    ),
+    "AfmoeForCausalLM": row(
+        **_ATTENTION_BIASES,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        norm_placement=NormPlacement.BOTH,
+        embedding_scale=lambda c: c["hidden_size"] ** 0.5 if c.get("mup_enabled") else 1.0,
+        qk_norm=QkNorm.HEAD,
+        sliding_windows=_afmoe_windows,
+        unrotated_layers=lambda c: tuple(i for i, window in enumerate(_afmoe_windows(c)) if window is None),
+        has_output_gate=True,
+        experts=experts(
+            score=ExpertScore.SIGMOID,
+            is_normalized=True,
+            dense_layers=lambda c: tuple(i for i in range(NUM_LAYERS(c)) if i < c.get("num_dense_layers", 1)),
+            scale=lambda c: float(c.get("route_scale", 1.0)),
+            shared_size=lambda c: c.get("num_shared_experts", 2) * c["moe_intermediate_size"],
+        ),
+        names={
+            "attention_post_norm": "layers.{i}.post_attention_layernorm",
+            "mlp_norm": "layers.{i}.pre_mlp_layernorm",
+            "mlp_post_norm": "layers.{i}.post_mlp_layernorm",
+            "router": "layers.{i}.mlp.router.gate",
+            "router_correction": "layers.{i}.mlp.expert_bias",
+        },
     ),
     "SolarOpenForCausalLM": row(
         has_qkv_bias=_ATTENTION_BIAS,

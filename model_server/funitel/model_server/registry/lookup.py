@@ -164,6 +164,7 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "GraniteMoeSharedForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
     "GraniteMoeSWAForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
     "GraniteSWAForCausalLM": _sizes(100352, 2560, 8192, 24, 20, 8192, 4),
+    "AfmoeForCausalLM": _sizes(200192, 2048, 6144, 32, 16, 16384) | {"head_dim": 128} | _experts(64, 6, 1408),
     "FlexOlmoForCausalLM": _sizes(100352, 4096, 11008, 32, 32, 4096) | _experts(7, 5),
     "MellumForCausalLM": _sizes(98304, 2304, 7168, 28, 32, 131072, 4) | {"head_dim": 128} | _experts(64, 8, 896),
     "SolarOpenForCausalLM": _sizes(196608, 4096, 1280, 48, 64, 131072, 8) | {"head_dim": 128} | _experts(128, 8, 1280),

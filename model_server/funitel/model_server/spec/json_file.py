@@ -55,8 +55,9 @@ def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
         yield f"latent needs qk_norm none, given {spec.qk_norm}"
     if spec.qkv_clip is not None:
         yield f"latent needs qkv_clip null, given {spec.qkv_clip}"
-    if spec.has_sinks:
-        yield "latent needs has_sinks false"
+    for name in ("has_sinks", "has_output_gate"):
+        if getattr(spec, name):
+            yield f"latent needs {name} false"
 
 
 def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
@@ -251,6 +252,7 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
     needed |= _attention_names(spec) | _mlp_names(spec)
     needed |= {"q_norm", "k_norm"} if spec.qk_norm not in (QkNorm.NONE, QkNorm.PLAIN) else set()
     needed |= {"sinks"} if spec.has_sinks else set()
+    needed |= {"output_gate"} if spec.has_output_gate else set()
     needed |= {"activation"} if spec.activation is Activation.XIELU else set()
     if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
         needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})

@@ -213,6 +213,7 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; empty: none
     chunk_sizes: tuple[int | None, ...] = ()  # per layer: tokens attend within chunks of so many; empty: none
     has_sinks: bool = False  # each head has a score that takes part in the softmax, and no value
+    has_output_gate: bool = False  # what heads attend to is multiplied by sigmoids of a linear layer on hidden states
     query_growth: QueryGrowthSpec | None = None  # None: queries are the same at every position
     attention_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
     is_scaled_by_layer: bool = False  # scores of layer i are also divided by i + 1

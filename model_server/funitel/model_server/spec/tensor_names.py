@@ -29,6 +29,7 @@ class TensorNames:
     q_norm: str = "layers.{i}.self_attn.q_norm"
     k_norm: str = "layers.{i}.self_attn.k_norm"
     sinks: str = "layers.{i}.self_attn.sinks"  # the whole name
+    output_gate: str = "layers.{i}.self_attn.gate_proj"
     out: str = "layers.{i}.self_attn.o_proj"
     mlp_norm: str = "layers.{i}.post_attention_layernorm"  # empty in a parallel block: the attention's norm serves both
     mlp_post_norm: str = ""

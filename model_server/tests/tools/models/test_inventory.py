@@ -132,6 +132,7 @@ def test_a_path_that_is_none_is_one_line() -> None:
 
 # Mixtures that the fused step leaves to torch, and what of them.
 LEFT_TO_TORCH = {
+    "AfmoeForCausalLM": "no: has_output_gate True",
     "GptOssForCausalLM": "no: gate_limit 7.0",
     "GraniteMoeSWAForCausalLM": "no: has_sinks True",
     "HunYuanMoEV1ForCausalLM": "no: is_qk_norm_last True",
