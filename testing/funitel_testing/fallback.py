@@ -1,4 +1,4 @@
-"""Architectures that are in no row of the table, through transformers over our blocks: a table of the worst errors.
+"""Architectures through transformers over our blocks, as those of no row of the table are: a table of the worst errors.
 
 Usage: python -m funitel_testing.fallback [NAME ...]. A random tiny checkpoint of each, three prompts of uneven length
 in chunks beside each other and then 32 decode steps; every logit in float32 is held against transformers alone. Those
@@ -19,6 +19,7 @@ import transformers
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.loading.transformers import FallbackModel, load_fallback
+from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import NoRow
 from funitel_testing.forward_worker import BLOCK_SIZE, step_through
@@ -53,12 +54,29 @@ _LONGROPE = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Unlisted(Tiny):
+    """A checkpoint whose `config.json` says an architecture of no row, for which its `model_type` says how to load it.
+
+    That of transformers, if there is no row for it.
+    """
+
+    def save(self, folder: Path) -> Any:
+        """See Tiny."""
+        model = super().save(folder)
+        if self.architecture in FAMILIES:
+            path = folder / "config.json"
+            config = json.loads(path.read_text()) | {"architectures": [f"Unlisted{self.architecture}"]}
+            path.write_text(json.dumps(config, indent=2))
+        return model
+
+
 def _tiny(kind: str, model: str = "", **config: Any) -> Tiny:
-    return Tiny(kind=kind, model=model, config={**_MODERN, **config}, attention="eager")
+    return _Unlisted(kind=kind, model=model, config={**_MODERN, **config}, attention="eager")
 
 
 def _bare(kind: str, **config: Any) -> Tiny:
-    return Tiny(kind=kind, config={"vocab_size": VOCAB_SIZE, **config}, attention="eager")
+    return _Unlisted(kind=kind, config={"vocab_size": VOCAB_SIZE, **config}, attention="eager")
 
 
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -77,7 +95,7 @@ UNLISTED: Mapping[str, Tiny] = {
     "phimoe": replace(_tiny("Phimoe", num_local_experts=4, rope_parameters=_LONGROPE), oracle=by_steps),
     # in padded batches, for the attention is of their own
     "codegen": _bare("CodeGen", n_embd=64, n_head=4, n_layer=2, n_positions=CONTEXT, rotary_dim=8),
-    "biogpt": Tiny(
+    "biogpt": _Unlisted(
         kind="BioGpt",
         config={key: value for key, value in _MODERN.items() if key != "num_key_value_heads"},
         attention="eager",

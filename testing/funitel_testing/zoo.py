@@ -193,6 +193,15 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 _LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+_SHORT_YARN = {"factor": 16.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+# Beyond the trained context only the amplitude differs: transformers has the divisors of short sequences there too.
+_TWO_AMPLITUDES = {
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 1.1, 1.3, 1.7],
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+}
 # Experts with hidden units that two ranks do not share evenly.
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 21}
 _LATENT: dict[str, Any] = _HEADS_ALIKE | {
@@ -216,6 +225,161 @@ ZOO: dict[str, Tiny] = {
     ),
     "llama_yarn": Tiny(kind="Llama", config=_MODERN | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "mistral": Tiny(kind="Mistral", config=_MODERN | {"sliding_window": 24, "head_dim": 8}),
+    "ministral": Tiny(
+        kind="Ministral",
+        config=_MODERN | {"head_dim": 8, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "ministral3": Tiny(
+        kind="Ministral3",
+        config=_MODERN
+        | {"head_dim": 16, "sliding_window": 40}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3, **_SHORT_YARN}},
+    ),
+    "arcee": Tiny(kind="Arcee", config=_MODERN | {"attention_bias": True, "mlp_bias": True}),
+    "jais2": Tiny(kind="Jais2", config=_MODERN | {"head_dim": 8}),
+    "vaultgemma": Tiny(
+        kind="VaultGemma", config=_MODERN | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24}
+    ),
+    "granite_swa": Tiny(
+        kind="GraniteSWA",
+        config=_MODERN
+        | {"num_hidden_layers": 3, "sliding_window": 20, "layer_rope_theta": [1e5, 1e4, 0], "mlp_bias": True}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "granite_moe_swa": Tiny(
+        kind="GraniteMoeSWA",
+        config=_MODERN
+        | {"intermediate_size": 22, "num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 25}
+        | {"sliding_window": 20, "attention_multiplier": 0.2},
+    ),
+    "flex_olmo": Tiny(
+        kind="FlexOlmo",
+        config=_MODERN | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 22, "pad_token_id": 0},
+    ),
+    "mellum": Tiny(
+        kind="Mellum",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "head_dim": 16, "sliding_window": 20, "mlp_layer_types": ["dense", "sparse"]}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "afmoe": Tiny(
+        kind="Afmoe",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 16, "route_scale": 1.7, "mup_enabled": True}
+        | {"sliding_window": 20, "global_attn_every_n_layers": 2, "attention_bias": True},
+    ),
+    "solar_open": Tiny(
+        kind="SolarOpen",
+        config={key: value for key, value in _MODERN.items() if key != "intermediate_size"}
+        | _EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 16, "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "routed_scaling_factor": 1.7},
+    ),
+    "hy_v3": Tiny(
+        kind="HYV3",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    ),
+    "apertus": Tiny(kind="Apertus", config=_MODERN | {"attention_bias": True}),
+    "seed_oss": Tiny(kind="SeedOss", config=_MODERN | {"head_dim": 16, "attention_out_bias": True}),
+    "nemotron": Tiny(kind="Nemotron", config=_MODERN | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "helium": Tiny(
+        kind="Helium", config=_MODERN | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0}
+    ),
+    "exaone4": Tiny(kind="Exaone4", config=_MODERN | {"sliding_window": 20, "sliding_window_pattern": 2}),
+    "exaone4_whole": Tiny(
+        kind="Exaone4", config=_MODERN | {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
+    ),
+    "exaone_moe": Tiny(
+        kind="ExaoneMoe",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "num_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"sliding_window": 20, "sliding_window_pattern": 2},
+    ),
+    "ernie": Tiny(kind="Ernie4_5", config=_MODERN | {"head_dim": 16, "use_bias": True}),
+    "ernie_moe": Tiny(
+        kind="Ernie4_5_Moe",
+        model="Ernie4_5_MoeForCausalLM",
+        config=_MODERN
+        | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 21, "moe_num_shared_experts": 2}
+        | {"use_bias": True, "moe_layer_start_index": 1},
+    ),
+    "dots1": Tiny(
+        kind="Dots1",
+        config=_MODERN
+        | _EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"sliding_window": 20, "max_window_layers": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.7},
+    ),
+    "phimoe": Tiny(
+        kind="Phimoe",
+        config=_MODERN
+        | {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}
+        | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_TWO_AMPLITUDES}},
+        oracle=by_steps,
+    ),
+    "hunyuan": Tiny(
+        kind="HunYuanDenseV1",
+        config=_MODERN
+        | {"head_dim": 8, "attention_bias": True, "pad_token_id": 0}
+        | _rope("dynamic", alpha=1000.0, factor=1.0),
+    ),
+    "hunyuan_moe": Tiny(
+        kind="HunYuanMoEV1",
+        config=_MODERN
+        | {"num_experts": 6, "moe_topk": [3, 3], "intermediate_size": 22, "head_dim": 8, "pad_token_id": 0},
+    ),
+    "minimax_m2": Tiny(
+        kind="MiniMaxM2",
+        config=_MODERN
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 22, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "glm4_moe_lite": Tiny(
+        kind="Glm4MoeLite",
+        config=_LATENT
+        | _EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 2, "q_lora_rank": 22, "attention_bias": True}
+        | {"n_group": 4, "topk_group": 2}
+        | _rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN),
+    ),
+    "granite_moe_shared": Tiny(
+        kind="GraniteMoeShared",
+        config=_MODERN
+        | {"intermediate_size": 22, "num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 25}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "cohere2_moe": Tiny(
+        kind="Cohere2Moe",
+        config=_MODERN
+        | {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "head_dim": 8}
+        | {"intermediate_size": 22, "prefix_dense_intermediate_size": 31, "first_k_dense_replace": 1}
+        | {"sliding_window": 20, "sliding_window_pattern": 2},
+    ),
+    "cohere2_moe_sigmoid": Tiny(
+        kind="Cohere2Moe",
+        config=_MODERN
+        | {"num_experts": 6, "head_dim": 8, "rms_norm_eps": 1e-5, "expert_selection_fn": "sigmoid"}
+        | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "sliding_window_pattern": 2},
+    ),
+    "gpt_oss": Tiny(
+        kind="GptOss",
+        config=_MODERN
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 22, "head_dim": 16}
+        | {"sliding_window": 20, "swiglu_limit": 1.3}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "truncate": False, **_YARN}},
+    ),
+    "llama4": Tiny(
+        kind="Llama4Text",
+        model="Llama4ForCausalLM",
+        config=_MODERN
+        | {"num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 22}
+        | {"intermediate_size_mlp": 35, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "head_dim": 16}
+        | {"attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.4, "attention_bias": True},
+    ),
     "qwen2": Tiny(
         kind="Qwen2", config=_MODERN | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     ),
@@ -323,6 +487,13 @@ ZOO: dict[str, Tiny] = {
     "stablelm_2_12b": Tiny(kind="StableLm", config=_MODERN | {"qk_layernorm": True, "use_parallel_residual": True}),
     "olmo": Tiny(kind="Olmo", config=_MODERN | {"clip_qkv": 1.0}),
     "olmo2": Tiny(kind="Olmo2", config=_MODERN),
+    "olmo3": Tiny(
+        kind="Olmo3",
+        config=_MODERN
+        | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+        | _rope("yarn", **_YARN),
+    ),
+    "olmo3_flat": Tiny(kind="Olmo3", config=_MODERN | {"num_hidden_layers": 4, "sliding_window": 20}),
     "cohere": Tiny(kind="Cohere", config=_MODERN),
     "cohere_plus": Tiny(kind="Cohere", config=_MODERN | {"use_qk_norm": True}),
     "cohere2": Tiny(
@@ -405,6 +576,18 @@ ZOO: dict[str, Tiny] = {
         | {"n_routed_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
         | {"norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
+    "mistral4": Tiny(
+        kind="Mistral4",
+        config=_LATENT
+        | _EXPERTS
+        | {"n_routed_experts": 12, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 22}
+        | {"n_group": 4, "topk_group": 2, "attention_bias": True}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "llama_4_scaling_beta": 0.3, **_SHORT_YARN}},
+    ),
+    "minicpm3": Tiny(
+        kind="MiniCPM3",
+        config=_LATENT | {"q_lora_rank": 22, "attention_bias": True, "mlp_bias": True, "dim_model_base": 16},
+    ),
     "minicpm": Tiny(
         kind="Granite",
         config=_MODERN
@@ -417,6 +600,18 @@ ZOO: dict[str, Tiny] = {
         family_config=_MODERN
         | {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
         | {"tie_word_embeddings": False},
+    ),
+    "internlm3": Tiny(
+        kind="Llama",
+        config=_MODERN | {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
+        family_config=_MODERN
+        | {"architectures": ["InternLM3ForCausalLM"], "head_dim": 16, "qkv_bias": True, "bias": True},
+    ),
+    "iquestcoder": Tiny(
+        kind="Llama",
+        config=_MODERN | {"head_dim": 16, "mlp_bias": True, "rms_norm_eps": 1e-5},
+        family_config=_MODERN
+        | {"architectures": ["IQuestCoderForCausalLM"], "head_dim": 16, "mlp_bias": True, "use_sliding_window": False},
     ),
     "internlm2": Tiny(
         kind="Llama",

@@ -1,4 +1,4 @@
-"""Paged attention equals attention over contiguous keys and values, for any block table, chunk, group and window."""
+"""Paged attention equals that over contiguous keys and values: any block table, chunk, group, window, with sinks."""
 
 import numpy as np
 import pytest
@@ -17,25 +17,30 @@ DIM = 8
 
 
 def naive(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, rule: AttentionRule
 ) -> torch.Tensor:
     """Attention of one row written out: [tokens, heads, dim] over [context, kv_heads, dim]."""
     out = torch.empty_like(query)
     group = query.shape[1] // keys.shape[1]
     for t in range(query.shape[0]):
         position = start + t
-        first = 0 if window is None else max(0, position - window + 1)
+        first = 0 if rule.window is None else max(0, position - rule.window + 1)
+        if rule.chunk is not None:
+            first = max(first, position - position % rule.chunk)
         for head in range(query.shape[1]):
             k, v = keys[first : position + 1, head // group], values[first : position + 1, head // group]
-            weights = (k @ query[t, head] / DIM**0.5).softmax(-1)
-            out[t, head] = weights @ v
+            scores = k @ query[t, head] / DIM**0.5
+            if rule.sinks is not None:
+                scores = torch.cat((scores, rule.sinks[head : head + 1]))
+            out[t, head] = scores.softmax(-1)[: len(v)] @ v
     return out
 
 
 @pytest.mark.parametrize("num_heads", [3, 6])
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("seed", range(4))
-def test_paged_equals_contiguous(seed: int, window: int | None, num_heads: int) -> None:
+def test_paged_equals_contiguous(seed: int, chunk: int | None, window: int | None, num_heads: int) -> None:
     generator = np.random.default_rng(seed)
     num_kv = 3
     spec = ModelSpec(
@@ -65,12 +70,14 @@ def test_paged_equals_contiguous(seed: int, window: int | None, num_heads: int) 
     batch = ForwardBatch.build(spans, BLOCK, CPU)
     query = torch.randn(batch.num_tokens, num_heads, DIM, generator=torch.Generator().manual_seed(seed))
     backend = TorchAttention(BLOCK, CPU)
-    found = backend.attend(query, cache, 0, backend.plan(batch), AttentionRule(DIM**-0.5, window))[batch.logit_indices]
+    sinks = torch.randn(num_heads, generator=torch.Generator().manual_seed(seed)) if seed % 2 else None
+    rule = AttentionRule(DIM**-0.5, window, chunk=chunk, sinks=sinks)
+    found = backend.attend(query, cache, 0, backend.plan(batch), rule)[batch.logit_indices]
     mine = query[batch.logit_indices]
     at = 0
     for span, context in zip(spans, contexts, strict=True):
         rows = slice(at, at + len(span.tokens))
-        expected = naive(mine[rows], context[0], context[1], span.start, window)
+        expected = naive(mine[rows], context[0], context[1], span.start, rule)
         assert torch.allclose(found[rows], expected, atol=1e-5)
         at = rows.stop
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,36 @@ def test_flash_attn_as_the_reference(make: Any, block_size: int, rule: Attention
 def test_what_flash_attn_cannot_do_is_said(make: Any, block_size: int, dtype: torch.dtype, line: str) -> None:
     with pytest.raises(ValueError, match=line):
         make(spec(), block_size, CPU, dtype)
+
+
+@pytest.mark.parametrize("make", [flash_2, flash_3])
+def test_flash_attn_refuses_what_it_would_leave_out(make: Any) -> None:
+    with pytest.raises(ValueError, match="it has no sinks"):
+        make(spec(has_sinks=True), 256, CPU, torch.bfloat16)
+    with pytest.raises(ValueError, match="it does not attend within chunks"):
+        make(spec(chunk_sizes=(None, 8)), 256, CPU, torch.bfloat16)
+
+
+def test_the_triton_kernels_refuse_chunks() -> None:
+    with pytest.raises(ValueError, match="it does not attend within chunks"):
+        check._triton(spec(chunk_sizes=(None, 8)), HEADS, 16, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("more", [{"has_sinks": True}, {"chunk_sizes": (8, None)}, {"sliding_windows": (None, 8)}])
+def test_only_plain_attention_takes_the_reference_for_prompts(more: dict[str, Any]) -> None:
+    assert check._is_plain(spec())
+    assert not check._is_plain(spec(**more))
+
+
+def test_a_check_of_a_model_with_sinks_has_some() -> None:
+    class WithoutSinks(Right):
+        def attend(self, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            return super().attend(query, *arguments[:-1], replace(arguments[-1], sinks=None))
+
+    checked = KernelCheck(spec(has_sinks=True), HEADS, 16, CPU, torch.float32)
+    checked.check(Right(16, CPU), TorchAttention(16, CPU))
+    with pytest.raises(ValueError, match="a probe is off by"):
+        checked.check(WithoutSinks(16, CPU), TorchAttention(16, CPU))
 
 
 @pytest.mark.parametrize("is_for_fresh", [False, True])

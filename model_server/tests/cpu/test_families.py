@@ -27,6 +27,18 @@ LEFT_TO_TORCH = {
     "internlm2": "rotary scaling dynamic",
     "phi3_longrope": "rotary scaling longrope",
     "opt_350m": "embedding_size 24",
+    "ministral3": "query_growth",
+    "mistral4": "query_growth",
+    "apertus": "activation xielu",
+    "phimoe": "experts.score sparsemixer",
+    "hunyuan": "is_qk_norm_last True",
+    "hunyuan_moe": "is_qk_norm_last True",
+    "cohere2_moe": "experts.shared_scale 0.5",
+    "gpt_oss": "gate_limit 1.3",
+    "afmoe": "has_output_gate True",
+    "granite_swa": "has_sinks True",
+    "granite_moe_swa": "has_sinks True",
+    "llama4": "qk_norm plain",
 }
 FUSED = [name for name in ZOO if name not in LEFT_TO_TORCH]
 # One for each thing that the step of a Llama lacks.

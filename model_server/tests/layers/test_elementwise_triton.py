@@ -21,7 +21,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
-from funitel.model_server.layers.linear import NormLayer
+from funitel.model_server.layers.linear import ACTIVATIONS, NormLayer
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
 from funitel.model_server.models.fuse_elementwise import check_elementwise, fuse_elementwise
 from funitel.model_server.registry.lookup import spec_of
@@ -95,7 +95,7 @@ def test_over_many_shapes(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of what a sigmoid rightly makes 0
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates(activation: Activation) -> None:
     for i, (dtype, bound) in enumerate(BOUNDS.items()):
         x = (3 * torch.randn(3, 2 * (100 + 1000 * i), generator=torch.Generator().manual_seed(i))).to(DEVICE, dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
@@ -115,6 +116,26 @@ def test_stacked_and_separate_experts_give_the_same_logits(tmp_path: Path) -> No
     assert torch.equal(separate[0], stacked[0])
 
 
+def test_experts_of_a_llama_4_may_lie_one_by_one(tmp_path: Path) -> None:
+    ZOO["llama4"].save(tmp_path)
+    prompts, path = [[1, 2, 3, 4, 5, 6, 7]], tmp_path / "model.safetensors"
+    expected = forward_worker.run(tmp_path, TensorParallel(), prompts, 2)
+    separate = {}
+    for name, tensor in load_file(path).items():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            separate[name] = tensor
+            continue
+        for j, matrix in enumerate(tensor.transpose(1, 2)):  # [outputs, inputs]
+            parts = {"down_proj": matrix}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            separate |= {f"{stem}.{j}.{part}.weight": each.contiguous() for part, each in parts.items()}
+    save_file(separate, path, {"format": "pt"})
+    assert check(tmp_path, None) == []
+    assert torch.allclose(forward_worker.run(tmp_path, TensorParallel(), prompts, 2)[0], expected[0], atol=1e-5)
+
+
 def test_a_stack_that_is_too_small_is_one_clear_line(tmp_path: Path) -> None:
     ZOO["mixtral_stacked"].save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -175,3 +196,67 @@ def test_so_many_further_layers_no_model_has() -> None:
     config = {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 10**9}
     with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers must be at most 64, given 1000000000"):
         spec_of(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shape"),
+    [
+        ("gpt_oss", "model.layers.1.self_attn.sinks", [6]),
+        ("gpt_oss", "model.layers.0.mlp.router.bias", [6]),
+        ("gpt_oss", "model.norm.weight", [48]),
+        ("llama4", "model.layers.1.feed_forward.router.weight", [5, 48]),
+        ("llama4", "model.layers.1.feed_forward.shared_expert.up_proj.weight", [22, 48]),
+        ("apertus", "model.layers.1.mlp.act_fn.alpha_p", [1]),
+        ("granite_moe_shared", "model.layers.0.shared_mlp.output_linear.weight", [48, 25]),
+        ("hunyuan_moe", "model.layers.0.mlp.gate.wg.weight", [6, 48]),
+    ],
+)
+def test_what_does_not_fit_is_a_line_each(name: str, tensor: str, shape: list[int], tmp_path: Path) -> None:
+    ZOO[name].save(tmp_path)
+    assert check(tmp_path, None) == []
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    kept = tensors.pop(tensor)
+    assert list(kept.shape) == shape
+    save_file(tensors | {"model.layers.0.more": kept}, path, {"format": "pt"})
+    assert check(tmp_path, None) == [f"missing: {tensor} {shape}", "unexpected: model.layers.0.more"]
+    with pytest.raises(WeightsError, match=f"the checkpoint lacks tensor {tensor}"):
+        forward_worker.run(tmp_path, TensorParallel(), [[1, 2, 3]], 1)
+    wrong = [shape[0] + 1, *shape[1:]]
+    save_file(tensors | {tensor: torch.zeros(wrong)}, path, {"format": "pt"})
+    assert check(tmp_path, None) == [f"wrong shape: {tensor} is {wrong}, the spec says {shape}"]
+
+
+@pytest.mark.parametrize(("stack", "shape"), [("gate_up_proj", [6, 48, 44]), ("gate_up_proj_bias", [6, 44])])
+def test_a_stack_of_experts_that_does_not_fit_is_one_clear_line(stack: str, shape: list[int], tmp_path: Path) -> None:
+    ZOO["gpt_oss"].save(tmp_path)
+    path, name = tmp_path / "model.safetensors", f"model.layers.0.mlp.experts.{stack}"
+    tensors = load_file(path)
+    assert list(tensors[name].shape) == shape
+    what = "matrix" if len(shape) == 3 else "vector"
+    for wrong, message in (
+        (tensors[name][:3], f"expected a stack with a {what} 3"),
+        (tensors[name][None], f"expected a stack with a {what} 0"),
+        (tensors[name][:, 1:], "expected"),
+    ):
+        save_file(tensors | {name: wrong.contiguous()}, path, {"format": "pt"})
+        with pytest.raises(WeightsError, match=message) as raised:
+            forward_worker.run(tmp_path, TensorParallel(), [[1, 2, 3]], 1)
+        assert name in raised.value.message.replace("[0].bias", "_bias")
+        assert "\n" not in raised.value.message
+
+
+def test_a_phi_chooses_one_expert_after_the_other(tmp_path: Path) -> None:
+    """As transformers writes it, with logits near each other and far, also below zero."""
+    ZOO["phimoe"].save(tmp_path)
+    spec, weights = opened(tmp_path)
+    assert spec.experts is not None
+    router = Router(spec, spec.experts, weights, 0)
+    logits = torch.randn(400, 5, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.1], [1.0]]).repeat(
+        200, 1
+    )
+    chosen, shares = router._one_by_one(logits)
+    expected, experts = sparsemixer(logits, jitter_eps=spec.experts.jitter, training=False)
+    assert torch.equal(chosen, experts)
+    assert torch.allclose(shares, expected)
+    assert 0 < int((shares == 1).sum()) < shares.numel()  # some are alone near the largest, others are not

@@ -1,14 +1,19 @@
 """A `config.json` means by the fields that it leaves out what transformers' class takes for them."""
 
+import inspect
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from funitel.model_server.registry import decoders, row
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.tools.spec import check
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.zoo import ZOO
 
@@ -22,11 +27,11 @@ def defaults_of(kind: str) -> dict[str, Any]:
 
 
 def without(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what the defaults say as well, in the objects of a config too."""
+    """Leave out what the defaults say as well, in the objects of a config too, unless one replaces another kind's."""
     found = {}
     for key, value in given.items():
         known = defaults.get(key)
-        if isinstance(value, dict) and isinstance(known, dict):
+        if isinstance(value, dict) and isinstance(known, dict) and known.get("rope_type", "default") == "default":
             value = without(value, known)
         if key not in defaults or (value != known and value != {}):
             found[key] = value
@@ -43,8 +48,12 @@ def test_fields_that_say_the_default_can_be_left_out(name: str) -> None:
     assert spec_of(stripped | architectures) == spec_of(config | architectures)
 
 
-# The two whose class alone is no model: one does not say how many experts a token has, one turns 21 elements.
-_NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 6}, "Glm4MoeForCausalLM": {"head_dim": 128}}
+# Those whose class alone is no model: two do not say how many experts a token has, one turns 21 elements.
+_NEEDED = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+}
 
 
 @pytest.mark.parametrize("architecture", KINDS)
@@ -54,8 +63,59 @@ def test_a_config_that_says_nothing_is_the_class_as_it_stands(architecture: str)
 
 
 def test_every_row_that_transformers_knows_is_held_against_it() -> None:
-    own = {"MiniCPM", "InternLM2", "Baichuan", "BaiChuan", "ChatGLM", "QWenLM"}  # code that comes with checkpoints
+    own = {
+        "MiniCPMFor",
+        "InternLM",
+        "IQuest",
+        "Baichuan",
+        "BaiChuan",
+        "ChatGLM",
+        "QWenLM",
+    }  # code that comes with checkpoints
     assert {name for name in FAMILIES if not name.startswith(tuple(own))} == set(KINDS)
+
+
+# All that rules may read, and more, but what the base of all classes reads, and what says which tensors are of no use.
+_FIELDS = {
+    field for module in (decoders, row) for field in re.findall(r'"(\w+)"', Path(module.__file__ or "").read_text())
+}
+_FIELDS -= {"architectures", "tie_word_embeddings", "partial_rotary_factor", "original_max_position_embeddings"}
+_FIELDS -= {"rope_theta", "rope_scaling", "rope_parameters", "num_nextn_predict_layers", "num_mtp_layers"}
+_OLD_NAMES = {"FalconForCausalLM": {"n_head", "n_layer"}}  # of its first checkpoints, whose own code read them
+
+
+def unread(architecture: str) -> set[str]:
+    """Fields that the sources of transformers' class do not name, but those that its row refuses."""
+    cls = getattr(transformers, f"{KINDS[architecture]}Config")
+    folder = Path(inspect.getfile(cls)).parent
+    models, configurations = (
+        "".join(path.read_text() for path in folder.glob(f"{kind}_*.py")) for kind in ("modeling", "configuration")
+    )
+    named = set(re.findall(r"\w+", models + configurations)) | cls.attribute_map.keys()
+    if not re.search(r"\blayer_types\b", models):
+        named.discard("layer_types")  # told of in a warning only
+    return _FIELDS - named - FAMILIES[architecture].fixed.keys() - _OLD_NAMES.get(architecture, set())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_fields_that_the_class_does_not_read_change_nothing(name: str) -> None:
+    tiny = KNOWN[name]
+    architectures = {"architectures": [tiny.architecture]}
+    whole = json.loads(tiny.configure().to_json_string()) | architectures
+    fields = unread(tiny.architecture)
+    assert "kv_channels" in fields
+    for config in (whole, without(whole, defaults_of(tiny.kind)) | architectures):
+        expected = spec_of(config)
+        for value in (3, 0.37, False, "gelu", ["full_attention"] * 9):
+            assert spec_of(config | dict.fromkeys(fields, value)) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "bloom"])
+def test_a_number_of_kv_heads_does_not_hinder_a_family_without_one(name: str, tmp_path: Path) -> None:
+    ZOO[name].save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 4}))
+    assert check(tmp_path, None) == []
 
 
 def plain(architecture: str, **fields: Any) -> Any:

@@ -12,6 +12,8 @@ from funitel.model_server.spec.json_file import from_json, to_json
 from funitel_testing.families import TOLERANCE, worst_error
 from funitel_testing.zoo import ZOO
 
+_EXPERTS = {"num_experts": 4, "num_chosen": 1, "intermediate_size": 8}
+
 
 @pytest.mark.parametrize("name", ZOO)
 def test_two_ranks_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
@@ -40,6 +42,21 @@ def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
         ("rotary", {"scaling": {"kind": "dynamic"}}),
         ("window_rotary", {"scaling": {"kind": "dynamic"}}),
         ("names", {"embedding_in": "narrow"}),
+        ("names", {"is_stack_transposed": True}),
+        ("names", {"is_stack_interleaved": True}),
+        ("qk_norm", "plain"),
+        ("is_qk_norm_last", True),
+        ("gate_limit", 7.0),
+        ("gate_shift", 1.0),
+        ("chunk_sizes", [4, None]),
+        ("has_sinks", True),
+        ("has_output_gate", True),
+        ("query_growth", {"rate": 0.1, "period": 8}),
+        ("experts", _EXPERTS | {"score": "sparsemixer"}),
+        ("experts", _EXPERTS | {"shared_scale": 0.5}),
+        ("experts", _EXPERTS | {"is_input_scaled": True}),
+        ("experts", _EXPERTS | {"has_bias": True}),
+        ("experts", _EXPERTS | {"has_router_bias": True}),
     ],
 )
 def test_the_fused_step_leaves_what_it_does_not_know_to_torch(field: str, value: object) -> None:
@@ -56,4 +73,5 @@ def test_the_fused_step_leaves_what_it_does_not_know_to_torch(field: str, value:
         "sliding_windows": [None, 4],
     }
     assert missing(from_json(json.dumps(plain), "spec")) is None
+    assert missing(from_json(json.dumps(plain | {"experts": _EXPERTS}), "spec")) is None
     assert missing(from_json(json.dumps(plain | {field: value}), "spec")) is not None

@@ -52,3 +52,4 @@ class AttentionRule:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     slopes: torch.Tensor | None = None  # [num_heads]: scores grow by slope * (key's position - query's position)
     sinks: torch.Tensor | None = None  # [num_heads]: the score of one key more, which has no value
+    chunk: int | None = None  # tokens attend within chunks of so many; None: everywhere

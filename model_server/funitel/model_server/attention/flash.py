@@ -72,6 +72,7 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See AttentionBackend."""
         assert rule.sinks is None, "flash-attn has no sinks"
+        assert rule.chunk is None, "flash-attn has no chunks"
         return self._kernel(query, cache.keys[layer], cache.values[layer], plan, rule)
 
 
@@ -155,5 +156,7 @@ def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
         raise ValueError(f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}")
     if spec.latent is not None:
         raise ValueError("it does not attend to latents")
+    if spec.has_sinks or any(spec.chunk_sizes):
+        raise ValueError("it has no sinks" if spec.has_sinks else "it does not attend within chunks")
     if spec.cached_dim > MAX_HEAD_DIM or spec.cached_dim % 8:
         raise ValueError(f"heads of {spec.cached_dim} elements, multiples of 8 up to {MAX_HEAD_DIM} are supported")

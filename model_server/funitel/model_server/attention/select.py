@@ -102,7 +102,8 @@ class KernelCheck:
         self._device = device
         self._dtype = dtype
         self._kv_dtype = kv_dtype or dtype
-        self._rule = AttentionRule(spec.score_scale, spec.window(0), spec.attention_softcap)
+        sinks = torch.linspace(-1, 1, heads.num_heads, device=device) if spec.has_sinks else None
+        self._rule = AttentionRule(spec.score_scale, spec.window(0), spec.attention_softcap, sinks=sinks)
 
     @property
     def decode(self) -> Rows:
@@ -256,13 +257,16 @@ def _fastest(what: str, backends: Sequence[AttentionBackend], seconds: Sequence[
 
 
 def _is_plain(spec: ModelSpec) -> bool:
-    has_window = any(spec.window(i) is not None for i in range(spec.num_layers))
-    return not has_window and spec.attention_softcap is None and spec.position is not Position.ALIBI
+    is_local = any(spec.window(i) or spec.chunk(i) for i in range(spec.num_layers))
+    is_changed = spec.attention_softcap is not None or spec.has_sinks or spec.position is Position.ALIBI
+    return not is_local and not is_changed
 
 
 def _triton(
     spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> RecordableAttention:
+    if any(spec.chunk_sizes):
+        raise ValueError("it does not attend within chunks")
     # Triton: seconds to import, and there with torch's builds for GPUs only
     from funitel.model_server.attention.triton_kernels import TritonAttention
 

@@ -30,7 +30,7 @@ class _Chunk:
     first_position: int
     context: int
     blocks: torch.Tensor  # [num_blocks] int64
-    masks: dict[int | None, torch.Tensor]  # by window, made when the first layer needs one
+    masks: dict[tuple[int | None, int | None], torch.Tensor]  # by window and chunk, made when a layer needs one
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,8 @@ class TorchAttention:
         is_seen = slots < group.contexts
         if rule.window is not None:
             is_seen &= slots >= group.contexts - rule.window
+        if rule.chunk is not None:
+            is_seen &= slots >= (group.contexts - 1) // rule.chunk * rule.chunk
         mask = is_seen[:, None, None]  # [rows, 1, 1, slots]
         if rule.slopes is not None:
             distances = (slots - group.contexts + 1)[:, None, None]
@@ -131,8 +133,8 @@ class TorchAttention:
             for cached in (keys, values)
         )
         q = query[chunk.start : chunk.end].transpose(0, 1)[None]  # [1, num_heads, chunk, dim]
-        is_plain = rule.window is None and rule.softcap is None and rule.slopes is None and rule.sinks is None
-        if chunk.first_position == 0 and is_plain:
+        changes = rule.window, rule.softcap, rule.slopes, rule.sinks, rule.chunk
+        if chunk.first_position == 0 and all(change is None for change in changes):
             attended = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=rule.scale, enable_gqa=q.shape[1] != num_kv
             )
@@ -146,18 +148,20 @@ class TorchAttention:
 
         -inf hides.
         """
-        window = rule.window
-        if window not in chunk.masks:
+        window, size = rule.window, rule.chunk
+        if (window, size) not in chunk.masks:
             own = torch.arange(chunk.first_position, chunk.context, device=self.device)[:, None]
             seen = torch.arange(chunk.context, device=self.device)
             is_hidden = seen > own
             if window is not None:
                 is_hidden |= seen <= own - window
+            if size is not None:
+                is_hidden |= seen < own // size * size
             mask = torch.zeros(is_hidden.shape, device=self.device)
             if rule.slopes is not None:
                 mask = rule.slopes.view(-1, 1, 1) * (seen - own)
-            chunk.masks[window] = mask.masked_fill_(is_hidden, -torch.inf).to(dtype)
-        return chunk.masks[window]
+            chunk.masks[window, size] = mask.masked_fill_(is_hidden, -torch.inf).to(dtype)
+        return chunk.masks[window, size]
 
 
 def _attend(

@@ -45,6 +45,22 @@ class TensorFile(Protocol):
     def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
+class RenamedTensor:
+    """One tensor of a file, which has it by another name."""
+
+    def __init__(self, file: TensorFile, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """See TensorFile."""
+        return self._file.get_slice(self._name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """See TensorFile."""
+        return self._file.get_tensor(self._name)
+
+
 Files = Mapping[str, TensorFile]  # by the names of the tensors
 
 
@@ -116,18 +132,19 @@ class HollowStorage(Storage):
 
 
 class StackedStorage(Storage):
-    """One matrix of a stack [matrices, outputs, inputs].
+    """One matrix of a stack [matrices, outputs, inputs], or with `num_dims` 1 one vector of [vectors, elements].
 
     Raises:
         WeightsError: the tensor is no stack, or has fewer matrices.
     """
 
-    def __init__(self, files: Files, name: str, place: int) -> None:
+    def __init__(self, files: Files, name: str, place: int, num_dims: int = 2) -> None:
         self.names = (name,)
         self._slice = files[name].get_slice(name)
         self._stack: tuple[int, ...] = tuple(self._slice.get_shape())
-        if len(self._stack) != 3 or place >= self._stack[0]:
-            raise WeightsError(f"tensor {name} has shape {list(self._stack)}, expected a stack with a matrix {place}")
+        if len(self._stack) != 1 + num_dims or place >= self._stack[0]:
+            what = "matrix" if num_dims == 2 else "vector"
+            raise WeightsError(f"tensor {name} has shape {list(self._stack)}, expected a stack with a {what} {place}")
         self._place = place
         self.shape = self._stack[1:]
 
@@ -138,8 +155,8 @@ class StackedStorage(Storage):
 
     def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See Storage."""
-        every = (None, None)
-        cut = self._slice[self._place : self._place + 1, slice(*(rows or every)), slice(*(columns or every))]
+        parts = [slice(*(part or (None, None))) for part in (rows, columns)]
+        cut = self._slice[slice(self._place, self._place + 1), *parts[: len(self.shape)]]
         kept: torch.Tensor = cut[0].to(device=device, dtype=dtype, copy=True).contiguous()
         return kept
 

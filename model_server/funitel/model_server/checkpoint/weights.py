@@ -14,8 +14,17 @@ import torch
 
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
+from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
 from funitel.model_server.checkpoint.quantized_storage import TGI_TENSORS, QuantizedStorage, gptq_tensors, open_storages
-from funitel.model_server.checkpoint.storage import Range, StackedStorage, Storage, TensorFile, open_file, part_shape
+from funitel.model_server.checkpoint.storage import (
+    Range,
+    RenamedTensor,
+    StackedStorage,
+    Storage,
+    TensorFile,
+    open_file,
+    part_shape,
+)
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.quantized.bit_packing import Codes
@@ -32,13 +41,23 @@ def has_nan(values: torch.Tensor) -> bool:
 
 
 _KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
-_PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.weight")  # of a matrix in a stack
+_PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.(weight|bias)")  # of a matrix or a vector in a stack
+
+
+_OF_TEXT = re.compile(r"(language_model\.)(?=lm_head\.)|(language_model\.model|model\.language_model)\.")
+
+
+def name_of_text(name: str) -> str:
+    """What a tensor of the text model is called without the model for images too that holds it."""
+    found = _OF_TEXT.match(name)
+    return name if found is None else ("" if found[1] else "model.") + name[found.end() :]
 
 
 class Weights:
     """The tensors of one checkpoint folder, cast to `dtype` on `device` as they are read.
 
-    Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
+    Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood, and
+    one of a model for images too, with the text model behind `language_model`.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks of some types sets
@@ -84,13 +103,14 @@ class Weights:
     def _open(self, path: Path) -> None:
         file, names = open_file(path)
         for name in names:
-            if name in self._files:
+            known = name_of_text(name)
+            if known in self._files:
                 raise WeightsError(f"tensor {name} is in two files of {path.parent}")
-            self._files[name] = file
+            self._files[known] = file if known == name else RenamedTensor(file, name)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of this name, with prefix."""
-        return name in self._storages or self._stack_of(name) is not None
+        return name in self._storages or self._stack_of(name) is not None or self._mxfp4_of(name) is not None
 
     def has_linear(self, stem: str) -> bool:
         """Whether the checkpoint holds a linear layer of this name, with prefix."""
@@ -146,9 +166,13 @@ class Weights:
         `is_transposed` says that the family stores them [inputs, outputs]; quantised ones never lie that way.
         """
         name = f"{stem}.weight"
-        if is_transposed and not isinstance(self._storages.get(name), QuantizedStorage):
+        if is_transposed and not self._lies_by_outputs(name):
             return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows, dtype=dtype).t().contiguous()
         return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
+
+    def _lies_by_outputs(self, name: str) -> bool:
+        """Whether a linear layer is [outputs, inputs] whatever the family does."""
+        return isinstance(self._storages.get(name), QuantizedStorage) or self._mxfp4_of(name) is not None
 
     def read_codes(
         self,
@@ -241,13 +265,25 @@ class Weights:
         self._count_whole(self._find(name), self._blocks.num_bytes(name), is_sharded)
         return self._blocks.read_blocks(name, (num_outputs, num_inputs), rows, columns)
 
-    def _stack_of(self, name: str) -> tuple[str, int] | None:
-        """The stack that holds a matrix, and where in it, of `stack[3].weight`."""
+    def _stack_of(self, name: str) -> tuple[str, int, int] | None:
+        """The stack that holds a matrix, where in it, and its dimensions, of `stack[3].weight`, or of `stack[3].bias`.
+
+        The stack of the latter is `stack.bias` or `stack_bias`.
+        """
         place = _PLACE.fullmatch(name)
         if place is None:
             return None
-        stack = next((each for each in (f"{place[1]}.weight", place[1]) if each in self._files), None)
-        return None if stack is None else (stack, int(place[2]))
+        is_matrix = place[3] == "weight"
+        names = (f"{place[1]}.weight", place[1]) if is_matrix else (f"{place[1]}.bias", f"{place[1]}_bias")
+        stack = next((each for each in names if each in self._files), None)
+        return None if stack is None else (stack, int(place[2]), 2 if is_matrix else 1)
+
+    def _mxfp4_of(self, name: str) -> tuple[str, int] | None:
+        """The stack of a matrix in MXFP4, and where in it, of `stack[3].weight`."""
+        place = _PLACE.fullmatch(name)
+        if place is None or place[3] != "weight" or f"{place[1]}_blocks" not in self._files:
+            return None
+        return place[1], int(place[2])
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raise WeightsError where a tensor is missing or has another shape, as `read` would."""
@@ -267,6 +303,9 @@ class Weights:
         stacked = self._stack_of(name)
         if stacked is not None:
             return StackedStorage(self._files, *stacked)
+        packed = self._mxfp4_of(name)
+        if packed is not None:
+            return Mxfp4Storage(self._files, *packed)
         stem = name.removesuffix(".weight")
         if self.quantization is None and f"{stem}.qweight" in self._files:
             raise WeightsError(f"tensor {stem}.qweight is quantised, but no quantization_config says how")

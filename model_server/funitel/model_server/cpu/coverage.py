@@ -1,9 +1,9 @@
 """Decide which specs the fused step computes. The others are left to torch."""
 
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from funitel.model_server.spec.model_spec import ModelSpec, Norm
+from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec, Norm, QkNorm
 
 # Fields that the fused step reads: any other must have its default, so that one that is new to specs is not ignored.
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -17,24 +17,44 @@ _BIASES = ("has_qkv_bias", "has_out_bias", "has_mlp_bias", "has_head_bias")
 _ENDS = ("embedding_scale", "is_tied", "logit_scale", "logit_softcap")
 _READ = {"architecture", "max_position_embeddings", "names"}
 _READ |= {*_SIZES, *_NORMS, *_HEADS, *_SCORES, *_POSITIONS, *_SLOPES, *_BLOCKS, *_BIASES, *_ENDS}
-_UNREAD_NAMES = ("embedding_in", "embedding_out")
+_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_transposed", "is_stack_interleaved")
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
+# The same for a mixture of experts.
+_READ_OF_EXPERTS = {"num_experts", "num_chosen", "intermediate_size", "dense_layers", "score", "is_normalized", "scale"}
+_READ_OF_EXPERTS |= {"num_groups", "num_chosen_groups", "group_depth", "shared_size"}
+_UNREAD_KINDS = {
+    "norm": Norm.NONE,
+    "qk_norm": QkNorm.PLAIN,
+    "activation": Activation.XIELU,
+    "experts.score": ExpertScore.SPARSEMIXER,
+}
 
 
 def missing(spec: ModelSpec) -> str | None:
     """What of a spec the fused step does not know, if anything."""
-    for each in fields(spec):
-        value = getattr(spec, each.name)
-        if each.name not in _READ and value != _default(each):
-            return f"{each.name} {value}"
+    kinds = {"norm": spec.norm, "qk_norm": spec.qk_norm, "activation": spec.activation}
+    kinds |= {"experts.score": spec.experts.score} if spec.experts else {}
+    for name, kind in kinds.items():
+        if kind is _UNREAD_KINDS[name]:
+            return f"{name} {kind}"
+    found = _unread(spec, _READ) or (spec.experts and _unread(spec.experts, _READ_OF_EXPERTS, "experts."))
+    if found:
+        return found
     named = next((name for name in _UNREAD_NAMES if getattr(spec.names, name)), None)
     if named is not None:
-        return f"a tensor for {named}"
-    if spec.norm is Norm.NONE:
-        return f"norm {spec.norm}"
+        return f"names with {named}" if named.startswith("is_") else f"a tensor for {named}"
     for rotary in map(spec.rotary_of, range(spec.num_layers)):
         if rotary is not None and rotary.scaling.kind not in _ROTARY_KINDS:
             return f"rotary scaling {rotary.scaling.kind}"
+    return None
+
+
+def _unread(spec: ModelSpec | ExpertsSpec, read: set[str], prefix: str = "") -> str | None:
+    """A field that has not its default and is not among those that are read, with its value unless that is long."""
+    for each in fields(spec):
+        value = getattr(spec, each.name)
+        if each.name not in read and value != _default(each):
+            return f"{prefix}{each.name}" + ("" if isinstance(value, tuple) or is_dataclass(value) else f" {value}")
     return None
 
 

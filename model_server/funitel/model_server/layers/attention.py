@@ -13,7 +13,14 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, heads_out, qkv_parts
 from funitel.model_server.layers.rotary import Rotation, alibi_slopes
-from funitel.model_server.spec.model_spec import LatentSpec, ModelSpec, Position, QkNorm, RotarySpec
+from funitel.model_server.spec.model_spec import (
+    LatentSpec,
+    ModelSpec,
+    Position,
+    QkNorm,
+    QueryGrowthSpec,
+    RotarySpec,
+)
 
 Rotations = Mapping[RotarySpec, Rotation]  # of one step, for each kind of rotary positions in the model
 
@@ -34,8 +41,12 @@ class Attention:
         # A pool of float8 holds keys and values divided by their scales.
         scales = weights.read_kv_scales(name(names.qkv or names.q))
         rule = _rule(spec, heads, index, weights.device)
-        self.rule = replace(rule, scale=rule.scale * scales[0])
+        sinks: torch.Tensor | None = None
+        if spec.has_sinks:
+            sinks = weights.read(name(names.sinks), [spec.num_heads], rows=(heads.q_start, heads.q_end))
+        self.rule = replace(rule, scale=rule.scale * scales[0], sinks=sinks)
         self.rotary = spec.rotary_of(index)
+        self.growth = spec.growth_of(index)
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.head_dim = dim
         self.qkv = ColumnLinear(
@@ -46,14 +57,20 @@ class Attention:
             is_transposed=names.is_transposed,
         )
         norms: tuple[HeadNorm, HeadNorm] | None = None
-        if spec.qk_norm is not QkNorm.NONE:
+        if spec.qk_norm is not QkNorm.NONE and not (spec.is_qk_norm_last and self.rotary is None):
             holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
             q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
             norms = (
                 HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
                 HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
             )
-        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales)
+        is_last = spec.is_qk_norm_last
+        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales, is_norm_last=is_last)
+        self.gate: ColumnLinear | None = None
+        if spec.has_output_gate:
+            part = name(names.output_gate), spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)
+            transposed = names.is_transposed
+            self.gate = ColumnLinear(weights, [part], spec.hidden_size, has_bias=False, is_transposed=transposed)
         self.out = heads_out(spec, weights, name(names.out), heads, parallel, dim)
 
     def __call__(
@@ -63,10 +80,21 @@ class Attention:
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         rotation = None if self.rotary is None else rotations[self.rotary]
         q = self.elementwise.place(qkv, self.heads, rotation, cache, self.index, batch.slots)
+        if self.growth is not None:
+            q = q * grown(batch.positions, self.growth).to(q.dtype)
         attended = self.backend.attend(q, cache, self.index, plan, self.rule)
         if self.heads.value_scale != 1.0:
             attended = attended * self.heads.value_scale
-        return self.out(attended.view(x.shape[0], -1))
+        attended = attended.view(x.shape[0], -1)
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x))
+        return self.out(attended)
+
+
+def grown(positions: torch.Tensor, growth: QueryGrowthSpec) -> torch.Tensor:
+    """What queries of tokens at `positions` [num_tokens] are multiplied by, [num_tokens, 1, 1] float32."""
+    periods = torch.floor((positions.float() + growth.offset) / growth.period)
+    return (1 + growth.rate * torch.log1p(periods))[:, None, None]
 
 
 class _HeadLinear:
@@ -106,6 +134,7 @@ class LatentAttention:
         self.backend = backend
         self.rule = _rule(spec, heads, index, weights.device)
         self.rotary = spec.rotary_of(index)
+        self.growth = spec.growth_of(index)
         self.rank = latent.rank
         self.parts = [spec.head_dim - num_turned, num_turned]  # elements of a query that stay, and that turn
         self.queries = _LatentQueries(spec, latent, weights, heads, name)
@@ -138,6 +167,8 @@ class LatentAttention:
         cached = torch.cat((self.kv_norm(latent)[:, None], rotated[:, -1:]), dim=-1)  # [num_tokens, 1, cached_dim]
         cache.write(self.index, batch.slots, cached)
         query = torch.cat((self.into(still), rotated[:, :-1]), dim=-1)
+        if self.growth is not None:
+            query = query * grown(batch.positions, self.growth).to(query.dtype)
         attended = self.backend.attend(query, cache, self.index, plan, self.rule)[..., : self.rank]
         return self.out(self.back(attended).flatten(1))
 
@@ -176,4 +207,4 @@ def _rule(spec: ModelSpec, heads: HeadSplit, index: int, device: torch.device) -
         every = alibi_slopes(spec.num_heads, spec.alibi_bias_max) * spec.alibi_scale
         slopes = every[heads.q_start : heads.q_end].to(device)
     scale = spec.score_scale / (index + 1) if spec.is_scaled_by_layer else spec.score_scale
-    return AttentionRule(scale, spec.window(index), spec.attention_softcap, slopes)
+    return AttentionRule(scale, spec.window(index), spec.attention_softcap, slopes, chunk=spec.chunk(index))

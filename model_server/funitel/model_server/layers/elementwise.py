@@ -24,6 +24,7 @@ class HeadRule:
     norms: tuple[HeadNorm, HeadNorm] | None  # of queries and of keys
     key_scale: float = 1.0  # keys are divided by it on their way to the pool
     value_scale: float = 1.0
+    is_norm_last: bool = False  # heads are normalised once they are rotated
 
     @property
     def is_scaled(self) -> bool:
@@ -109,13 +110,22 @@ class TorchElementwiseOps:
         if rule.clip is not None:
             qkv = qkv.clamp(-rule.clip, rule.clip)
         qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if rule.norms is not None:
-            q_norm, k_norm = rule.norms
-            qk = torch.cat((q_norm(qk[:, : rule.num_heads]), k_norm(qk[:, rule.num_heads :])), dim=1)
+        if not rule.is_norm_last:
+            qk = _normalized(qk, rule)
         if rotation is not None:
             qk = rotation(qk)
+        if rule.is_norm_last:
+            qk = _normalized(qk, rule)
         k = qk[:, rule.num_heads :]
         if rule.is_scaled:
             k, v = k / rule.key_scale, v / rule.value_scale
         cache.write(layer, slots, k, v)
         return qk[:, : rule.num_heads].contiguous()
+
+
+def _normalized(qk: torch.Tensor, rule: HeadRule) -> torch.Tensor:
+    """Query and key heads [num_tokens, query + key heads, head_dim], each with its norm where the rule has norms."""
+    if rule.norms is None:
+        return qk
+    q_norm, k_norm = rule.norms
+    return torch.cat((q_norm(qk[:, : rule.num_heads]), k_norm(qk[:, rule.num_heads :])), dim=1)

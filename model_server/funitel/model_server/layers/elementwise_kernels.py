@@ -328,7 +328,7 @@ class TritonElementwiseOps:
             HAS_SCALES=rule.is_scaled,
             MOST=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
             NORM=_kind_of(q_norm),
-            IS_NORM_OF_EACH=q_norm is not None and q_norm.weight.dim() == 2,
+            IS_NORM_OF_EACH=q_norm is not None and q_norm.weight is not None and q_norm.weight.dim() == 2,
             HAS_NORM_BIAS=q_norm is not None and q_norm.bias is not None,
         )
         return queries
@@ -340,8 +340,13 @@ def _has(x: torch.Tensor, *norms: NormLayer | None) -> bool:
 
 
 def _places(qkv: torch.Tensor, rule: HeadRule) -> bool:
-    """Whether `place_heads` has these heads: a norm over all of them is one over other ranks too."""
-    is_by_head = rule.norms is None or rule.norms[0].kind is not QkNorm.WHOLE
+    """Whether `place_heads` has these heads: a norm over all of them is one over other ranks too.
+
+    Norms have weights, and come before the rotation.
+    """
+    is_by_head = rule.norms is None or (
+        rule.norms[0].kind not in (QkNorm.WHOLE, QkNorm.PLAIN) and not rule.is_norm_last
+    )
     return is_by_head and qkv.shape[-1] <= _MAX_HEAD_DIM
 
 

@@ -20,6 +20,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
 }
+_XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
 
 Part = tuple[str, int, Range]  # checkpoint name, outputs of the whole layer, this rank's rows
 
@@ -88,6 +89,20 @@ def read_product(
     return Matmul(matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias)
 
 
+class XieluActivation:
+    """An activation with two slopes of a layer's own. Source: xIELU, arXiv 2411.13010, and its code in transformers."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.positive, self.negative = (
+            F.softplus(weights.read(f"{name}.{slope}", [1]).float()) for slope in ("alpha_p", "alpha_n")
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        below = (torch.expm1(wide.clamp(max=_XIELU_EPS)) - wide) * (_XIELU_BETA + self.negative)
+        return (torch.where(wide > 0, self.positive * wide * wide, below) + _XIELU_BETA * wide).to(x.dtype)
+
+
 class NormLayer:
     """RMS or layer norm over the last dimension; nothing at all where the spec has no norms.
 
@@ -148,22 +163,27 @@ class HeadNorm:
         self.num_holders = num_holders
         self.num_elements = num_heads * spec.head_dim
 
-        self.weight = read_head_norm(spec, weights, f"{name}.weight", num_heads, mine) + spec.norm_offset
+        self.weight: torch.Tensor | None = None
+        if self.kind is not QkNorm.PLAIN:
+            self.weight = read_head_norm(spec, weights, f"{name}.weight", num_heads, mine) + spec.norm_offset
         self.bias: torch.Tensor | None = None
         if spec.has_qk_norm_bias:
             self.bias = read_head_norm(spec, weights, f"{name}.bias", num_heads, mine)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         size = x.shape[-1:]
-        if self.kind is QkNorm.HEAD and self.norm is Norm.RMS:
-            x = F.rms_norm(x, size, self.weight, self.eps)
-        elif self.kind is QkNorm.WHOLE:
+        if self.kind in (QkNorm.HEAD, QkNorm.PLAIN) and self.norm is Norm.RMS:
+            return self._with_bias(F.rms_norm(x, size, self.weight, self.eps))
+        if self.kind is QkNorm.WHOLE:
             squares = x.float().square().sum(dim=(1, 2), keepdim=True) / self.num_holders
             mean = self.parallel.all_reduce(squares) / self.num_elements
-            x = (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+            x = (x * torch.rsqrt(mean + self.eps)).to(x.dtype)
         else:
             plain = F.rms_norm if self.norm is Norm.RMS else F.layer_norm
-            x = plain(x, size, eps=self.eps) * self.weight
+            x = plain(x, size, eps=self.eps)
+        return self._with_bias(x if self.weight is None else x * self.weight)
+
+    def _with_bias(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.bias is None else x + self.bias
 
 
@@ -322,10 +342,12 @@ def _grouped_rows(spec: ModelSpec, heads: HeadSplit) -> list[Range]:
 
 
 def mlp_parts(spec: ModelSpec, mine: Range, name: Callable[[str], str]) -> list[Part]:
-    """Checkpoint rows of this rank's hidden units of an MLP: the gate's first, where there is one."""
+    """Checkpoint rows of this rank's hidden units of an MLP: the gate's first or in turns, where there is one."""
     units = spec.intermediate_size
     if spec.names.gate_up and spec.is_gated:
         packed = name(spec.names.gate_up)
+        if spec.names.is_stack_interleaved:
+            return [(packed, 2 * units, (2 * mine[0], 2 * mine[1]))]
         return [(packed, 2 * units, mine), (packed, 2 * units, (units + mine[0], units + mine[1]))]
     inputs = (spec.names.gate, spec.names.up) if spec.is_gated else (spec.names.up,)
     return [(name(template), units, mine) for template in inputs]

@@ -7,8 +7,15 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
-from funitel.model_server.layers.linear import ACTIVATIONS, ColumnLinear, Matmul, RowLinear, mlp_parts
-from funitel.model_server.spec.model_spec import ExpertScore, ExpertsSpec, ModelSpec
+from funitel.model_server.layers.linear import (
+    ACTIVATIONS,
+    ColumnLinear,
+    Matmul,
+    RowLinear,
+    XieluActivation,
+    mlp_parts,
+)
+from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec
 
 _MIN_SUM = 1e-20  # what scores are divided by at least
 
@@ -35,6 +42,9 @@ class Mlp:
         self.num_units = mine[1] - mine[0]  # hidden units of this rank
         self.is_gated = spec.is_gated
         self.activation = spec.activation
+        self.xielu = XieluActivation(weights, name(names.activation)) if spec.activation is Activation.XIELU else None
+        self.is_interleaved = bool(names.gate_up) and names.is_stack_interleaved
+        self.limit, self.shift = spec.gate_limit, spec.gate_shift
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.parallel = parallel
         self.up = ColumnLinear(
@@ -68,8 +78,19 @@ class Mlp:
         """What this rank's hidden units add to the result."""
         x = self.up(x)
         if not self.is_gated:
-            return self.down.partial(ACTIVATIONS[self.activation](x))
-        return self.down.partial(self.elementwise.gate(x, self.activation))
+            return self.down.partial((self.xielu or ACTIVATIONS[self.activation])(x))
+        return self.down.partial(self.elementwise.gate(self._limited(x), self.activation))
+
+    def _limited(self, x: torch.Tensor) -> torch.Tensor:
+        """Gates and values side by side, each within its limits, of [num_tokens, 2 * units]."""
+        if self.is_interleaved:
+            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+        if self.limit is None and not self.shift:
+            return x
+        gate, up = x.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return torch.cat((gate, up + self.shift), dim=-1)
 
 
 class Router:
@@ -82,8 +103,11 @@ class Router:
     def __init__(self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, index: int) -> None:
         name = weights.named(spec.names.router, i=index)
         weight = weights.read_linear(name, experts.num_experts, spec.hidden_size, dtype=torch.float32)
+        bias: torch.Tensor | None = None
+        if experts.has_router_bias:
+            bias = weights.read(f"{name}.bias", [experts.num_experts], dtype=torch.float32)
         self.spec = experts
-        self.product = Matmul(weight)
+        self.product = Matmul(weight, bias)
         self.correction: torch.Tensor | None = None  # [num_experts]
         if spec.names.router_correction:
             whole = weights.named(spec.names.router_correction, i=index)
@@ -92,6 +116,8 @@ class Router:
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and shares of tokens [num_tokens, hidden_size], each [num_tokens, num_chosen]."""
         spec, logits = self.spec, self.product(x.float())
+        if spec.score is ExpertScore.SPARSEMIXER:
+            return self._one_by_one(logits)
         scores = logits.softmax(dim=-1) if spec.score is ExpertScore.SOFTMAX else _sigmoid(logits)
         ranked = scores if self.correction is None else scores + self.correction
         if spec.num_groups > 1:
@@ -101,6 +127,20 @@ class Router:
         if spec.is_normalized:
             shares = shares / (shares.sum(dim=-1, keepdim=True) + _MIN_SUM)
         return chosen, shares * spec.scale
+
+    def _one_by_one(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best expert, then the best of those left, each with its share among those near it.
+
+        Source: SparseMixer-v2, arXiv 2409.12136, and its code in transformers.
+        """
+        chosen, shares, left = [], [], logits
+        for _ in range(self.spec.num_chosen):
+            best = left.max(dim=-1, keepdim=True)
+            is_far = (best.values - logits) / logits.abs().maximum(best.values) > 2 * self.spec.jitter
+            shares.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, best.indices))
+            chosen.append(best.indices)
+            left = left.scatter(1, best.indices, -torch.inf)
+        return torch.cat(chosen, dim=1), torch.cat(shares, dim=1) * self.spec.scale
 
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores [num_tokens, num_experts] of the experts in each token's best groups, -inf elsewhere."""
@@ -120,6 +160,7 @@ class Experts:
     ) -> None:
         self.parallel = parallel
         self.num_chosen = experts.num_chosen
+        self.is_input_scaled, self.shared_scale = experts.is_input_scaled, experts.shared_scale
         self.router = Router(spec, experts, weights, index)
         each = [expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
         self.experts = [Mlp(expert, weights, parallel, index) for expert in each]
@@ -138,8 +179,11 @@ class Experts:
         sizes = chosen.bincount(minlength=len(self.experts)).tolist()
         for expert, places in zip(self.experts, torch.split(chosen.argsort(stable=True), sizes), strict=True):
             if len(places):
-                tokens = places // self.num_chosen
-                result = expert.partial(x[tokens]) * shares[places, None].to(x.dtype)
+                tokens, share = places // self.num_chosen, shares[places, None].to(x.dtype)
+                if self.is_input_scaled:
+                    result = expert.partial(x[tokens] * share)
+                else:
+                    result = expert.partial(x[tokens]) * share
                 total.index_add_(0, tokens, result)
         return self.parallel.all_reduce(total)
 
@@ -152,6 +196,8 @@ class Experts:
         if self.shared is None:
             return torch.zeros_like(x)
         result = self.shared.partial(x)
+        if self.shared_scale != 1.0:
+            result = result * self.shared_scale
         return result if self.share is None else result * _sigmoid(self.share(x))
 
 
@@ -178,11 +224,14 @@ def any_expert_spec(spec: ModelSpec, experts: ExpertsSpec, *, is_packed: bool = 
     names = spec.names
     gate_up = names.expert_gate_up if is_packed or not names.expert_gate else ""
     mlp = replace(names, gate=names.expert_gate, up=names.expert_up, gate_up=gate_up, down=names.expert_down)
-    return replace(spec, intermediate_size=experts.intermediate_size, has_mlp_bias=False, names=mlp)
+    if gate_up:  # else experts lie one by one
+        mlp = replace(mlp, is_transposed=names.is_stack_transposed)
+    return replace(spec, intermediate_size=experts.intermediate_size, has_mlp_bias=experts.has_bias, names=mlp)
 
 
 def shared_spec(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     """The spec with the MLP that all tokens pass."""
     names = spec.names
-    shared = replace(names, gate=names.shared_gate, up=names.shared_up, gate_up="", down=names.shared_down)
+    shared = replace(names, gate=names.shared_gate, up=names.shared_up, down=names.shared_down)
+    shared = replace(shared, gate_up=names.shared_gate_up, is_stack_interleaved=False)
     return replace(spec, intermediate_size=experts.shared_size, names=shared)

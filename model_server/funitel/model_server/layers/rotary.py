@@ -59,9 +59,17 @@ class Rotary:
         """The rotation of tokens at `positions` of sequences of at least `reaches` tokens, each [num_tokens]."""
         frequencies = self.frequencies if reaches is None else self._frequencies_within(reaches)
         angles = (positions.float()[:, None] * frequencies)[:, None]
-        amplitude = self.spec.scaling.amplitude
+        amplitude = self._amplitude(reaches)
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
         return Rotation(cos.to(dtype), sin.to(dtype), self.spec.is_interleaved)
+
+    def _amplitude(self, reaches: torch.Tensor | None) -> torch.Tensor | float:
+        """What multiplies cosines and sines: a number, or one for each token, [num_tokens, 1, 1]."""
+        scaling = self.spec.scaling
+        if scaling.long_amplitude is None or reaches is None:
+            return scaling.amplitude
+        is_long = reaches > scaling.original_max_position
+        return torch.where(is_long, scaling.long_amplitude, scaling.amplitude)[:, None, None]
 
     def _frequencies_within(self, reaches: torch.Tensor) -> torch.Tensor:
         """Frequencies [num_tokens, dims / 2] of the kinds that depend on length."""

@@ -12,6 +12,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 
 GPTQ, AWQ, COMPRESSED, FP8 = "gptq", "awq", "compressed-tensors", "fp8"
+MXFP4 = "mxfp4"  # of stacks of experts, which their tensors describe; they are floating point once loaded
 Q4_GROUP = 32
 _GPTQ_BITS = (2, 4, 8)  # widths of which a 32-bit word holds a whole number
 _PACKED_BITS = (4, 8)
@@ -71,7 +72,7 @@ class Quantization:
 
 
 def find_quantization(folder: Path) -> Quantization | None:
-    """Read what a checkpoint folder says of its quantisation; None when it says nothing.
+    """Read what a checkpoint folder says of its quantisation; None when it says nothing, or MXFP4.
 
     Source: contract reference 4.4 and 9.9: `quantization_config` or `compression_config` of config.json, else the
     files that older quantisers wrote.
@@ -110,10 +111,12 @@ def check_flag(asked: str | None, found: Quantization | None) -> None:
     )
 
 
-def _parse(config: object, where: str) -> Quantization:
+def _parse(config: object, where: str) -> Quantization | None:
     if not isinstance(config, Mapping):
         raise WeightsError(f"{where} must be an object, found {config!r}")
     method = config.get("quant_method")
+    if method == MXFP4:
+        return None
     try:
         if method == GPTQ:
             return Quantization.gptq(config.get("bits"), config.get("group_size"), config.get("checkpoint_format"))
@@ -125,7 +128,7 @@ def _parse(config: object, where: str) -> Quantization:
             return _parse_float8(config)
     except WeightsError as error:
         raise WeightsError(f"{where}: {error.message}") from error
-    supported = ", ".join((GPTQ, AWQ, COMPRESSED, *_FLOAT8_METHODS))
+    supported = ", ".join((GPTQ, AWQ, COMPRESSED, *_FLOAT8_METHODS, MXFP4))
     raise UnsupportedModel(f"{where}: quant_method {method!r} is not supported; supported: {supported}")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
+from funitel.model_server.registry.unread_fields import read_by
+from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
 from funitel.model_server.spec.json_file import check_types, read_spec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
@@ -46,16 +48,63 @@ _GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
 }
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
+_MINISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_MISTRAL4_ROPE = _MINISTRAL_ROPE | {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
+_APERTUS_ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
 # What the architecture's class in transformers takes for fields that a `config.json` leaves out; one that is there and
 # null is not left out. Named are those for which a rule of the row would take something else; each by the name that
 # rules read last, so that one given by another name of it counts. The tests hold these against transformers.
 CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "LlamaForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048),
     "MistralForCausalLM": _sizes(32000, 4096, 14336, 32, 32, 131072, 8),
+    "MinistralForCausalLM": _sizes(32000, 4096, 14336, 32, 32, 131072, 8),
+    "Ministral3ForCausalLM": _sizes(131072, 4096, 14336, 34, 32, 262144, 8)
+    | {"head_dim": 128, "rope_scaling": _MINISTRAL_ROPE},
+    "ArceeForCausalLM": _sizes(32000, 2560, 18432, 32, 32, 4096),
+    "Jais2ForCausalLM": _sizes(150272, 3328, 26624, 32, 26, 8192),
+    "ApertusForCausalLM": _sizes(131072, 4096, 14336, 32, 32, 65536) | {"rope_scaling": _APERTUS_ROPE},
+    "SeedOssForCausalLM": _sizes(155136, 4096, 27648, 64, 80, 524288, 8) | {"head_dim": 128},
+    "NemotronForCausalLM": _sizes(256000, 6144, 24576, 32, 48, 4096),
+    "HeliumForCausalLM": _sizes(48000, 2560, 7040, 24, 20, 4096, 20) | {"head_dim": 128},
+    "Exaone4ForCausalLM": _sizes(102400, 4096, 16384, 32, 32, 2048, 32),
+    "ExaoneMoeForCausalLM": _sizes(102400, 4096, 16384, 32, 32, 2048, 32) | _experts(64, 8, 1024),
+    "Ernie4_5ForCausalLM": _sizes(103424, 1024, 3072, 18, 16, 131072, 2) | {"head_dim": 128},
+    "Ernie4_5_MoeForCausalLM": _sizes(103424, 2560, 12288, 28, 20, 131072, 4)
+    | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536},
+    "Dots1ForCausalLM": _sizes(152064, 4608, 10944, 62, 32, 2048, 32)
+    | {"moe_intermediate_size": 1408, "sliding_window": 4096, "max_window_layers": 62},
+    "PhimoeForCausalLM": _sizes(32064, 4096, 6400, 32, 32, 131072, 8) | _experts(16),
+    "HunYuanDenseV1ForCausalLM": _sizes(290943, 4096, 11008, 32, 32, 2048),
+    "HunYuanMoEV1ForCausalLM": _sizes(290943, 4096, 11008, 32, 32, 2048),
+    "MiniMaxM2ForCausalLM": _sizes(200064, 3072, 1536, 62, 48, 196608, 8) | {"head_dim": 128} | _experts(256, 8),
+    "Glm4MoeLiteForCausalLM": _sizes(154880, 2048, 10240, 47, 20, 202752, 20)
+    | _experts(64, 4, 1536)
+    | {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+    "GptOssForCausalLM": _sizes(201088, 2880, 2880, 36, 64, 131072, 8)
+    | {"head_dim": 64, "rope_scaling": _GPT_OSS_ROPE}
+    | _experts(128, 4),
+    "Llama4ForCausalLM": _sizes(202048, 5120, 8192, 48, 40, 131072, 8)
+    | {"head_dim": 128, "intermediate_size_mlp": 16384}
+    | _experts(16, 1),
+    "Cohere2MoeForCausalLM": _sizes(256000, 8192, 22528, 40, 64, 8192)
+    | {"head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
     "Qwen2ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN,
     "Qwen3ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN | {"head_dim": 128},
     "GemmaForCausalLM": _sizes(256000, 3072, 24576, 28, 16, 8192, 16) | {"head_dim": 256},
     "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
+    | _GEMMA2
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "VaultGemmaForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
     | _GEMMA2
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _sizes(262208, 2304, 9216, 26, 8, 131072, 4) | _GEMMA2,
@@ -97,6 +146,7 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "StableLmForCausalLM": _sizes(50304, 2560, 6912, 32, 32, 4096, 32),
     "OlmoForCausalLM": _sizes(50304, 4096, 11008, 32, 32, 2048),
     "Olmo2ForCausalLM": _sizes(50304, 4096, 11008, 32, 32, 2048),
+    "Olmo3ForCausalLM": _sizes(50304, 4096, 11008, 32, 32, 2048),
     "CohereForCausalLM": _sizes(256000, 8192, 22528, 40, 64, 8192) | {"rope_theta": 5e5},
     "Cohere2ForCausalLM": _sizes(256000, 8192, 22528, 40, 64, 8192),
     "GraniteForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048),
@@ -111,6 +161,20 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "Qwen3MoeForCausalLM": _sizes(151936, 2048, 6144, 24, 32, 32768, 4) | _experts(128, 8, 768) | _QWEN,
     "OlmoeForCausalLM": _sizes(50304, 2048, 2048, 16, 16, 4096) | _experts(64, 8),
     "GraniteMoeForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
+    "GraniteMoeSharedForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
+    "GraniteMoeSWAForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
+    "GraniteSWAForCausalLM": _sizes(100352, 2560, 8192, 24, 20, 8192, 4),
+    "AfmoeForCausalLM": _sizes(200192, 2048, 6144, 32, 16, 16384) | {"head_dim": 128} | _experts(64, 6, 1408),
+    "FlexOlmoForCausalLM": _sizes(100352, 4096, 11008, 32, 32, 4096) | _experts(7, 5),
+    "MellumForCausalLM": _sizes(98304, 2304, 7168, 28, 32, 131072, 4) | {"head_dim": 128} | _experts(64, 8, 896),
+    "SolarOpenForCausalLM": _sizes(196608, 4096, 1280, 48, 64, 131072, 8) | {"head_dim": 128} | _experts(128, 8, 1280),
+    "HYV3ForCausalLM": _sizes(120832, 4096, 13312, 80, 64, 131072, 8) | {"head_dim": 128} | _experts(192, 8, 1536),
+    "Mistral4ForCausalLM": _sizes(131072, 4096, 12288, 36, 32, 1048576, 32)
+    | _experts(128, 4, 2048)
+    | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"n_shared_experts": 1, "rope_scaling": _MISTRAL4_ROPE},
+    "MiniCPM3ForCausalLM": _sizes(73448, 2560, 6400, 62, 40, 32768, 40)
+    | {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     "DeepseekV2ForCausalLM": _sizes(102400, 4096, 11008, 32, 32, 2048)
     | _experts(64, size=1407)
     | _LATENT
@@ -136,6 +200,9 @@ def spec_of(config: Config) -> ModelSpec:
         UnsupportedModel: a field is missing, or has a value of the wrong kind.
     """
     architectures = config.get("architectures") or []
+    holder = next((name for name in architectures if name in WRAPPED), None)
+    if holder is not None:
+        return wrapped(spec_of(text_of(holder, config)), holder)
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
         raise NoRow(
@@ -145,7 +212,9 @@ def spec_of(config: Config) -> ModelSpec:
         )
     with reading_config(architectures[0]):
         try:
-            spec = FAMILIES[architecture].spec({**CLASS_DEFAULTS.get(architecture, {}), **config})
+            defaults = CLASS_DEFAULTS.get(architecture)
+            known = config if defaults is None else {**defaults, **read_by(architecture, config)}
+            spec = FAMILIES[architecture].spec(known)
         except UnsupportedModel as error:
             raise NoRow(error.message) from error
     try:
@@ -153,6 +222,11 @@ def spec_of(config: Config) -> ModelSpec:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"config.json of {architectures[0]}: {_as_written(error.message, config)}") from error
     return spec
+
+
+def holds_more_than_text(spec: ModelSpec) -> bool:
+    """Whether the checkpoint of a spec is one of a model for images too, of which the spec describes the text."""
+    return spec.architecture in WRAPPED
 
 
 def _as_written(message: str, config: Config) -> str:

@@ -26,6 +26,7 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
     "quick_gelu": Activation.QUICK_GELU,
     "relu2": Activation.RELU_SQUARED,
+    "xielu": Activation.XIELU,
 }
 _ROTARY_ALIASES = {"su": "longrope", "dynamic_ntk": "dynamic"}
 _MISSING = object()

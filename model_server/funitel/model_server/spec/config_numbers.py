@@ -64,7 +64,8 @@ _CONFIG: Mapping[str, _Numbers] = {
         _Numbers(1, MOST["intermediate_size"]),
     ),
     **_fields(
-        "intermediate_size moe_intermediate_size shared_expert_intermediate_size",
+        "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "intermediate_size_mlp prefix_dense_intermediate_size",
         _Numbers(0, MOST["intermediate_size"], by_layer=True),
     ),
     **_fields(
@@ -73,10 +74,11 @@ _CONFIG: Mapping[str, _Numbers] = {
         _Numbers(1, _MAX_INT),
     ),
     **_fields("sliding_window window_size", _Numbers(-1, _MAX_INT, by_layer=True)),
+    **_fields("attention_chunk_size floor_scale", _Numbers(1, _MAX_INT)),
     **_fields("type_vocab_size relative_attention_num_buckets relative_attention_max_distance", _Numbers(0, 1 << 24)),
     **_fields(
         "num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts n_group topk_group "
-        "num_nextn_predict_layers",
+        "num_nextn_predict_layers num_shared_experts moe_num_experts moe_k moe_topk moe_num_shared_experts",
         _Numbers(0, 1 << 20, by_layer=True),
     ),
     **_fields(
@@ -91,7 +93,8 @@ _CONFIG: Mapping[str, _Numbers] = {
     ),
     **_fields(
         "attention_multiplier residual_multiplier embedding_multiplier logits_scaling final_logit_softcapping "
-        "attn_logit_softcapping query_pre_attn_scalar clip_qkv routed_scaling_factor scale_emb scale_depth",
+        "attn_logit_softcapping query_pre_attn_scalar clip_qkv routed_scaling_factor scale_emb scale_depth "
+        "swiglu_limit attn_scale llama_4_scaling_beta router_jitter_noise short_mscale long_mscale",
         _Numbers(-1e9, 1e9, is_integer=False),
     ),
 }

@@ -17,6 +17,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from funitel.model_server.spec.model_spec import (
     ROTARY_KINDS,
+    Activation,
+    ExpertScore,
     ExpertsSpec,
     LatentSpec,
     ModelSpec,
@@ -53,6 +55,9 @@ def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
         yield f"latent needs qk_norm none, given {spec.qk_norm}"
     if spec.qkv_clip is not None:
         yield f"latent needs qkv_clip null, given {spec.qkv_clip}"
+    for name in ("has_sinks", "has_output_gate"):
+        if getattr(spec, name):
+            yield f"latent needs {name} false"
 
 
 def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
@@ -66,8 +71,13 @@ def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
         yield f"experts.num_experts must be within 1..{most} for {spec.num_layers} layers, given {experts.num_experts}"
     if not 1 <= experts.num_chosen <= experts.num_experts:
         yield f"experts.num_chosen must be within 1..{experts.num_experts} (num_experts), given {experts.num_chosen}"
-    if experts.scale <= 0:
-        yield f"experts.scale must be > 0, given {experts.scale}"
+    for name in ("scale", "shared_scale"):
+        if getattr(experts, name) <= 0:
+            yield f"experts.{name} must be > 0, given {getattr(experts, name)}"
+    if experts.jitter < 0:
+        yield f"experts.jitter must be >= 0, given {experts.jitter}"
+    if experts.score is ExpertScore.SPARSEMIXER and (experts.num_groups > 1 or spec.names.router_correction):
+        yield "experts.score sparsemixer needs num_groups 1 and no names.router_correction"
     outside = next((i for i in experts.dense_layers if not 0 <= i < spec.num_layers), None)
     if outside is not None:
         yield f"experts.dense_layers must be within 0..{spec.num_layers - 1}, given {outside}"
@@ -126,7 +136,7 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         yield f"embedding_size must be within 1..{MOST['hidden_size']}, given {spec.embedding_size}"
     if not 0 <= spec.position_offset <= MAX_OFFSET:
         yield f"position_offset must be within 0..{MAX_OFFSET}, given {spec.position_offset}"
-    for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
+    for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip", "gate_limit"):
         value = getattr(spec, name)
         if value is not None and value <= 0:
             yield f"{name} must be > 0, given {value}"
@@ -143,12 +153,13 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
 
 
 def _layer_problems(spec: ModelSpec) -> Iterator[str]:
-    windows = spec.sliding_windows
-    if windows and len(windows) != spec.num_layers:
-        yield f"sliding_windows must have an entry for each of {spec.num_layers} layers, given {len(windows)}"
-    narrow = next((window for window in windows if window is not None and window < 1), None)
-    if narrow is not None:
-        yield f"sliding_windows must be null or >= 1, given {narrow}"
+    for name in ("sliding_windows", "chunk_sizes"):
+        sizes = getattr(spec, name)
+        if sizes and len(sizes) != spec.num_layers:
+            yield f"{name} must have an entry for each of {spec.num_layers} layers, given {len(sizes)}"
+        narrow = next((size for size in sizes if size is not None and size < 1), None)
+        if narrow is not None:
+            yield f"{name} must be null or >= 1, given {narrow}"
     outside = next((i for i in spec.unrotated_layers if not 0 <= i < spec.num_layers), None)
     if outside is not None:
         yield f"unrotated_layers must be within 0..{spec.num_layers - 1}, given {outside}"
@@ -161,6 +172,14 @@ def _norm_problems(spec: ModelSpec) -> Iterator[str]:
         yield f"qk_norm {spec.qk_norm} needs norm rms or layer, given {spec.norm}"
     if spec.qk_norm is QkNorm.WHOLE and spec.norm is not Norm.RMS:
         yield f"qk_norm whole needs norm rms, given {spec.norm}"
+    if spec.activation is Activation.XIELU and spec.is_gated:
+        yield "activation xielu needs is_gated false"
+    if not spec.is_gated and (spec.gate_limit is not None or spec.gate_shift):
+        yield "gate_limit and gate_shift need is_gated true"
+    if spec.query_growth is not None and spec.query_growth.period < 1:
+        yield f"query_growth.period must be >= 1, given {spec.query_growth.period}"
+    if spec.query_growth is not None and spec.query_growth.offset < 0:
+        yield f"query_growth.offset must be >= 0, given {spec.query_growth.offset}"
 
 
 def _position_problems(spec: ModelSpec) -> Iterator[str]:
@@ -191,6 +210,8 @@ def _rotary_problems(rotary: RotarySpec, head_dim: int) -> Iterator[str]:
     for name in ("factor", "original_max_position", "beta_fast", "beta_slow", "amplitude"):
         if getattr(scaling, name) <= 0:
             yield f"scaling.{name} must be > 0, given {getattr(scaling, name)}"
+    if scaling.long_amplitude is not None and scaling.long_amplitude <= 0:
+        yield f"scaling.long_amplitude must be > 0, given {scaling.long_amplitude}"
     if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:
         yield f"scaling.high_freq_factor must differ from low_freq_factor, given {scaling.high_freq_factor} for both"
     for name in ("short_factors", "long_factors"):
@@ -218,7 +239,9 @@ def _mlp_names(spec: ModelSpec) -> set[str]:
     if experts is not None:
         needed |= {"router", "expert_down"}
         needed |= set() if spec.is_gated and names.expert_gate_up else {f"expert_{each}" for each in inputs}
-        needed |= {f"shared_{each}" for each in inputs | {"down"}} if experts.shared_size else set()
+        if experts.shared_size:
+            is_packed = spec.is_gated and names.shared_gate_up
+            needed |= {"shared_down"} | ({"shared_gate_up"} if is_packed else {f"shared_{each}" for each in inputs})
     return needed
 
 
@@ -227,7 +250,10 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
     needed = {"embedding", "out"} | (set() if spec.is_tied else {"head"})
     needed |= {"positions"} if spec.position is Position.LEARNED else set()
     needed |= _attention_names(spec) | _mlp_names(spec)
-    needed |= {"q_norm", "k_norm"} if spec.qk_norm is not QkNorm.NONE else set()
+    needed |= {"q_norm", "k_norm"} if spec.qk_norm not in (QkNorm.NONE, QkNorm.PLAIN) else set()
+    needed |= {"sinks"} if spec.has_sinks else set()
+    needed |= {"output_gate"} if spec.has_output_gate else set()
+    needed |= {"activation"} if spec.activation is Activation.XIELU else set()
     if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
         needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})
     if spec.norm is not Norm.NONE and placement is not NormPlacement.PRE:

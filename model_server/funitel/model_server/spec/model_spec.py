@@ -35,6 +35,7 @@ class QkNorm(StrEnum):
     HEAD = "head"  # each head by the same weights [head_dim]
     EACH = "each"  # each head by weights of its own [heads, head_dim]
     WHOLE = "whole"  # all heads together, by weights [heads * head_dim]
+    PLAIN = "plain"  # each head, without weights
 
 
 class Activation(StrEnum):
@@ -46,6 +47,7 @@ class Activation(StrEnum):
     RELU = "relu"
     QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x)
     RELU_SQUARED = "relu_squared"
+    XIELU = "xielu"  # of two learnt slopes in each layer; for MLPs that are not gated
 
 
 class Position(StrEnum):
@@ -63,6 +65,7 @@ class ExpertScore(StrEnum):
 
     SOFTMAX = "softmax"  # over all experts
     SIGMOID = "sigmoid"
+    SPARSEMIXER = "sparsemixer"  # softmax over those near the largest that is left, for one expert after the other
 
 
 class QkvLayout(StrEnum):
@@ -85,6 +88,7 @@ class RotaryScaling:
     beta_slow: float = 1.0  # yarn
     is_truncated: bool = True  # yarn: whole dimensions as bounds
     amplitude: float = 1.0  # multiplies cosines and sines
+    long_amplitude: float | None = None  # longrope: in place of it beyond the trained context; None: the same
     short_factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency, within the trained context
     long_factors: tuple[float, ...] = ()  # longrope: beyond it
 
@@ -100,6 +104,16 @@ class RotarySpec:
     dims: int | None = None  # leading elements of a head that turn; None: all of them
     is_interleaved: bool = False  # pairs are neighbours, instead of element i with element i + dims / 2
     scaling: RotaryScaling = field(default_factory=RotaryScaling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowthSpec:
+    """Queries grow with their position p: times 1 + rate * log(1 + floor((p + offset) / period))."""
+
+    rate: float
+    period: int  # tokens
+    offset: int = 0
+    is_unrotated_only: bool = False  # in layers without rotary positions; else in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +148,11 @@ class ExpertsSpec:
     num_chosen_groups: int = 1
     group_depth: int = 1  # best experts of a group that rank it, by the sum of their scores
     shared_size: int = 0  # hidden units of an MLP that all tokens pass besides; 0: none
+    shared_scale: float = 1.0  # multiplies what that MLP gives
+    is_input_scaled: bool = False  # an expert reads its token times the share, instead of giving its result times it
+    has_bias: bool = False  # of experts
+    has_router_bias: bool = False
+    jitter: float = 0.0  # sparsemixer: scores count that are off the largest by twice as much, relative to their size
 
 
 class ModelFacts(Protocol):
@@ -175,9 +194,12 @@ class ModelSpec:
     is_parallel: bool = False  # attention and MLP read the same residual and are added together
     qk_norm: QkNorm = QkNorm.NONE
     has_qk_norm_bias: bool = False
+    is_qk_norm_last: bool = False  # heads are normalised once they are rotated, in layers where they are
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
+    gate_limit: float | None = None  # gates are kept below it, and what they multiply within +- it
+    gate_shift: float = 0.0  # added to what gates multiply
     experts: ExpertsSpec | None = None  # in place of the MLP
 
     position: Position = Position.ROTARY
@@ -189,6 +211,10 @@ class ModelSpec:
     alibi_scale: float = 1.0  # multiplies the slopes
 
     sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; empty: none
+    chunk_sizes: tuple[int | None, ...] = ()  # per layer: tokens attend within chunks of so many; empty: none
+    has_sinks: bool = False  # each head has a score that takes part in the softmax, and no value
+    has_output_gate: bool = False  # what heads attend to is multiplied by sigmoids of a linear layer on hidden states
+    query_growth: QueryGrowthSpec | None = None  # None: queries are the same at every position
     attention_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
     is_scaled_by_layer: bool = False  # scores of layer i are also divided by i + 1
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
@@ -242,6 +268,15 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def chunk(self, layer: int) -> int | None:
+        """Size of the chunks in tokens within which a layer attends, or None where it has none."""
+        return self.chunk_sizes[layer] if self.chunk_sizes else None
+
+    def growth_of(self, layer: int) -> QueryGrowthSpec | None:
+        """How queries of a layer grow with positions, or None where they do not."""
+        growth = self.query_growth
+        return None if growth is None or (growth.is_unrotated_only and self.rotary_of(layer)) else growth
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
         """Rotary positions of a layer, or None where it has none."""

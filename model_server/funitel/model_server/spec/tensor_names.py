@@ -11,7 +11,7 @@ class TensorNames:
     alone where the MLP is not gated. An empty name means that the model has no such tensor.
 
     Names of a mixture of experts may list alternatives, separated by `|`: the first that the checkpoint has counts.
-    `name[{j}]` is the matrix of expert `j` in a stack [experts, outputs, inputs].
+    `name[{j}]` is the matrix of expert `j` in a stack [experts, outputs, inputs]; its bias is a row of `name_bias`.
     """
 
     prefix: str = "model."
@@ -28,6 +28,8 @@ class TensorNames:
     qkv: str = ""
     q_norm: str = "layers.{i}.self_attn.q_norm"
     k_norm: str = "layers.{i}.self_attn.k_norm"
+    sinks: str = "layers.{i}.self_attn.sinks"  # the whole name
+    output_gate: str = "layers.{i}.self_attn.gate_proj"
     out: str = "layers.{i}.self_attn.o_proj"
     mlp_norm: str = "layers.{i}.post_attention_layernorm"  # empty in a parallel block: the attention's norm serves both
     mlp_post_norm: str = ""
@@ -35,9 +37,12 @@ class TensorNames:
     up: str = "layers.{i}.mlp.up_proj"
     gate_up: str = ""
     down: str = "layers.{i}.mlp.down_proj"
+    activation: str = "layers.{i}.mlp.act_fn"  # of the learnt slopes of an activation, `alpha_p` and `alpha_n`
     final_norm: str = "norm"
     head: str = "lm_head"
     is_transposed: bool = False  # linear weights stored [in, out]
+    is_stack_transposed: bool = False  # stacks of experts stored [experts, in, out]
+    is_stack_interleaved: bool = False  # of `expert_gate_up`, the gate's rows and the others take turns
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of tensors that carry nothing
 
     # Latent attention: hidden states -> latents -> heads. Without a latent of queries these come from `q`.
@@ -58,11 +63,12 @@ class TensorNames:
     shared_gate: str = "layers.{i}.mlp.shared_experts.gate_proj"
     shared_up: str = "layers.{i}.mlp.shared_experts.up_proj"
     shared_down: str = "layers.{i}.mlp.shared_experts.down_proj"
+    shared_gate_up: str = ""
     shared_share: str = ""  # linear layer of one output: its sigmoid is how much of the shared MLP a token takes
 
 
 WITH_ALTERNATIVES = frozenset(
     ("router", "router_correction", "expert_gate", "expert_up", "expert_gate_up", "expert_down")
-    + ("shared_gate", "shared_up", "shared_down", "shared_share")
+    + ("shared_gate", "shared_up", "shared_gate_up", "shared_down", "shared_share")
 )
 """Names that may list alternatives."""

@@ -220,6 +220,17 @@ def test_a_model_without_a_layer_to_quantise_is_refused(tmp_path: Path) -> None:
         run(model, tmp_path / "out", "int8")
 
 
+def test_a_model_for_images_too_is_refused(tmp_path: Path, model: Path) -> None:
+    text = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    (model / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(
+        UnsupportedModel, match="Mistral3ForConditionalGeneration is a model for images too: only models"
+    ):
+        run(model, tmp_path / "out", "int8")
+    assert left_in(tmp_path) == ["model"]
+
+
 def test_a_quantised_model_is_not_quantised_again(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "once", "int8")
     with pytest.raises(UnsupportedModel, match="is quantised already, as int8"):

@@ -17,6 +17,7 @@ from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
 from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import DTYPES, ModelsSettings
 from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.model_server.tools.models.estimate import needs_of
@@ -55,7 +56,7 @@ class ServedArchitecture:
 def served_architectures() -> Iterator[ServedArchitecture]:
     """Those of our tables."""
     transformers.utils.logging.set_verbosity_error()  # of its own defaults
-    for kind, table in (("decoder", FAMILIES), ("encoder-decoder", SEQ2SEQ), ("encoder", ENCODERS)):
+    for kind, table in (("decoder", [*FAMILIES, *WRAPPED]), ("encoder-decoder", SEQ2SEQ), ("encoder", ENCODERS)):
         for architecture in table:
             fused = _fused(architecture) if kind == "decoder" else "no: it is for decoders"
             yield ServedArchitecture(
@@ -70,11 +71,14 @@ def served_architectures() -> Iterator[ServedArchitecture]:
 
 def through_transformers() -> list[str]:
     """Causal language models that transformers has and the tables have not; loading tries whether one can be served."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - FAMILIES.keys() - SEQ2SEQ.keys() - ENCODERS.keys())
+    served = {*FAMILIES, *WRAPPED, *SEQ2SEQ, *ENCODERS}
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - served)
 
 
 def _fused(architecture: str) -> str:
     """Whether the fused step computes an architecture, by the defaults of its configuration."""
+    if architecture in WRAPPED:
+        return "as configured"
     kinds = (kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture)
     kind = next(kinds, None)
     config = _PLAIN if kind is None else CONFIG_MAPPING[kind]().to_dict()

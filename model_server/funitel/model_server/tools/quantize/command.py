@@ -20,7 +20,7 @@ from funitel.model_server.hub import resolve
 from funitel.model_server.hub.huggingface import first_line
 from funitel.model_server.loading.common import choose_device, set_threads
 from funitel.model_server.registry.encoder_decoders import is_seq2seq
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.lookup import holds_more_than_text, spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -116,6 +116,10 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
         raise UnsupportedModel(f"{folder} is quantised already, as {weights.quantization.flags[0]}")
     if settings.method == "none":
         return _copy(folder, config, target)
+    if holds_more_than_text(spec):
+        raise UnsupportedModel(
+            f"{spec.architecture} is a model for images too: only models of text alone are quantised"
+        )
     samples = _samples(settings, folder, spec) if settings.method == "gptq" else []
     try:
         with finished_folder(target) as result, torch.inference_mode():
