@@ -45,6 +45,7 @@ def chat_call(body: CountTokensRequest, sampling: SamplingRequest | None = None)
         parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", False),
         grammar=_grammar(body),
         sampling=sampling or SamplingRequest(),
+        thinking_budget=body.thinking.budget_tokens if isinstance(body.thinking, ThinkingEnabled) else None,
         template_variables={"enable_thinking": isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)},
     )
 
@@ -77,7 +78,7 @@ def _grammar(body: CountTokensRequest) -> Grammar | None:
 
 
 def _tool(tool: BodyTool) -> Tool:
-    return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=bool(tool.strict))
 
 
 def _named_tools(body: CountTokensRequest) -> set[str]:
