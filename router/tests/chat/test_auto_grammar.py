@@ -15,6 +15,7 @@ from written_answers import FAMILIES, parsed, prompt_of
 
 from funitel.proto.errors import ToolError
 from funitel.proto.grammar.compiler import compile_grammar
+from funitel.proto.step import GrammarType
 from funitel.router.chat.auto_grammar import Calls, Thoughts, auto_grammar
 from funitel.router.chat.call import Tool
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS
@@ -79,8 +80,6 @@ class Vocabulary:
         self.eos = self.tokenizer.token_to_id(EOS)
 
     def compile(self, text: str) -> LLMatcher:
-        from funitel.proto.step import GrammarType
-
         return compile_grammar(GrammarType.LARK, text, self.engine)
 
     def encode(self, text: str) -> list[int]:
@@ -140,7 +139,10 @@ def written(vocabulary: Vocabulary, matcher: LLMatcher, begin: str, rng: random.
         likely = [token_id for token_id in allowed if token_id in closing]
         common = [token_id for token_id in allowed if token_id in plain]
         choice = rng.random()
-        pool = next((found for found, bound in ((special, 0.4), (likely, 0.7), (common, 0.95)) if found and choice < bound), allowed)
+        pool = next(
+            (found for found, bound in ((special, 0.4), (likely, 0.7), (common, 0.95)) if found and choice < bound),
+            allowed,
+        )
         token_id = rng.choice(pool)
         assert trial.consume_token(token_id)
         ids.append(token_id)

@@ -1,8 +1,8 @@
 """Parse the harmony format of gpt-oss: messages on channels, of which one thinks, one calls tools and one answers.
 
 A message is a header, `<|message|>` and a text up to `<|end|>`, `<|call|>` or `<|return|>`. The header names the
-channel behind `<|channel|>`, and after `to=` whom the message is for: `functions.NAME` is a call. Text without a header
-is the answer's.
+channel behind `<|channel|>`, and behind `to=` the recipient: `functions.NAME` is a call. Text without a header is the
+answer's.
 """
 
 import re

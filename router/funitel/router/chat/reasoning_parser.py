@@ -41,14 +41,14 @@ class ReasoningFormat:
         return text.lstrip().startswith(self.opening) and self.closing not in text
 
     def without_thoughts(self, prompt: str, *, is_thinking: bool) -> str:
-        """A prompt whose answer has no thoughts; `is_thinking`: it has opened a block."""
+        """A prompt of an answer without thoughts; `is_thinking`: it has opened a block."""
         if is_thinking:
             return f"{prompt.rstrip()}\n\n{self.closing}\n\n"
         begins_message = self.has_channels and prompt.rstrip().endswith(f"{START}assistant")
         return f"{prompt.rstrip()}{FINAL}" if begins_message else prompt
 
     def parser(self, names: Collection[str] = (), *, is_open: bool) -> Parser:
-        """A parser for one answer; `names` are those of the tools whose calls it finds, if the format has channels."""
+        """A parser for one answer; `names` are those of the tools that may be called, for a format with channels."""
         return HarmonyParser(names) if self.has_channels else ReasoningParser(self, is_open=is_open)
 
 

@@ -117,7 +117,7 @@ class MarkedParser(CallParser):
         return bool(marker)
 
     def _found(self, markers: tuple[str, ...]) -> tuple[str, int]:
-        """Show the text before the first of some markers; return it and how much it takes, with white space before it."""
+        """Show the text before the first of some markers; return it, and its length with white space before it."""
         found = find_first(self._buffer, markers)
         if found is None:
             self._show(decided_length(self._buffer, markers))
@@ -181,40 +181,43 @@ class SectionParser(MarkedParser):
         super().__init__(accepts, opening, *closings, make=make)
         self._section, self._section_end = section
         self._keeps_opening = keeps_opening
+        self._is_damaged = False  # what was taken for the latest call is text
 
     def _text(self) -> bool:
-        if not self._found((self._section,)):
+        marker, count = self._found((self._section,))
+        if not marker:
             return False
+        self._num_marking = count
         self._state = self._first
         return True
 
     def _first(self) -> bool:
         """What follows the section's opening marker must be a call's."""
-        body = self._buffer[len(self._section) :].lstrip()
+        body = self._buffer[self._num_marking :].lstrip()
         opening = self._openings[0]
         if not body or may_begin(body, opening):
             return False
         if body.startswith(opening):
-            self._num_marking = len(self._buffer) - len(body) + len(opening)
-            self._open()
+            self._open(len(self._buffer) - len(body) + len(opening))
         else:
-            self._show(len(self._section))
+            self._show(self._num_marking)
             self._state = self._text
         return True
 
     def _between(self) -> bool:
-        marker = self._found((*self._openings, *self._closings, self._section, self._section_end))
+        marker, count = self._found((*self._openings, *self._closings, self._section, self._section_end))
         if marker in self._openings:
-            self._num_marking = len(marker)
-            self._open()
+            self._open(count)
         elif marker:
-            self._drop(len(marker))
+            (self._show if self._is_damaged else self._drop)(count)
             self._state = self._text if marker == self._section_end else self._between
         return bool(marker)
 
-    def _open(self) -> None:
+    def _open(self, count: int) -> None:
+        self._is_damaged = False
+        self._num_marking = count
         kept = len(self._openings[0]) if self._keeps_opening else 0
-        self._start_reading(self._make(), self._num_marking - kept)
+        self._start_reading(self._make(), count - kept)
 
     def _broken_call(self) -> bool:
         markers = (*self._openings, *self._closings, self._section, self._section_end)
@@ -226,6 +229,7 @@ class SectionParser(MarkedParser):
 
     def _no_call(self) -> None:
         super()._no_call()
+        self._is_damaged = True
         self._state = self._between
 
 
@@ -251,8 +255,8 @@ class PythonicParser(MarkedParser):
         return True
 
     def _opened(self) -> bool:
-        is_tagged = self._buffer.startswith(self.TAG)
-        body = self._buffer[len(self.TAG) if is_tagged else 0 :].lstrip()
+        tagged = self._buffer[: self._num_marking].endswith(self.TAG)
+        body = self._buffer[self._num_marking if tagged else self._num_marking - 1 :].lstrip()
         inner = body[1:].lstrip() if body.startswith("[") else ""
         if not body or (body.startswith("[") and not inner):
             return False
@@ -264,13 +268,9 @@ class PythonicParser(MarkedParser):
         elif inner.startswith(self._heads):
             self._start_reading(ScannedReader(PythonScanner("]", accepts=self._accepts)), place + 1)
         else:
+            self._reader = CallListReader(self._accepts)  # nothing was scanned
             self._no_call()
         return True
-
-    def _no_call(self) -> None:
-        is_scanned = isinstance(self._reader, ScannedReader) and self._state == self._read
-        self._show(self._num_read if is_scanned else self._num_marking)
-        self._state = self._text
 
 
 class BareJsonParser(CallParser):

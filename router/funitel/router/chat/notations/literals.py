@@ -218,12 +218,18 @@ class _Brackets:
             self._in_string(character)
             return
         quote = next((quote for quote in self._quotes if self._recent.endswith(quote)), None)
+        if quote is not None and any(self._may_become(other) for other in self._quotes if len(other) > len(quote)):
+            return
         if quote is not None:
             self._quote, self._recent = quote, ""
         elif character in _CLOSERS:
             self.depth.append(_CLOSERS[character])
         elif character in ")]}":
             self.is_broken = not self.depth or self.depth.pop() != character
+
+    def _may_become(self, quote: str) -> bool:
+        """Whether the latest characters begin a quote, and more than one of them."""
+        return any(self._recent.endswith(quote[:length]) for length in range(2, len(quote)))
 
     def _in_string(self, character: str) -> None:
         if self._is_escaped:

@@ -1,4 +1,4 @@
-"""Scan calls whose name and arguments stand between tags, such as `<function=f><parameter=a>1</parameter></function>`.
+"""Scan calls with tags around name and arguments, such as `<function=f><parameter=a>1</parameter></function>`.
 
 Values are text as it is, without escapes; the tool's schema says what they are.
 """

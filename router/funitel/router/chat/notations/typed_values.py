@@ -18,7 +18,7 @@ def json_text(value: Any) -> str:
 
 
 def arguments_text(arguments: Mapping[str, str]) -> str:
-    """Write an object whose values are JSON text already."""
+    """Write an object of values that are JSON text already."""
     return "{" + ", ".join(f"{json_text(key)}: {value}" for key, value in arguments.items()) + "}"
 
 
