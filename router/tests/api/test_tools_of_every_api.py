@@ -323,6 +323,29 @@ async def test_reasoning_where_there_is_none(client: httpx.AsyncClient) -> None:
     assert response.json()["error"]["param"] == "reasoning.effort"
 
 
+# Strict tools in free answers
+
+
+@pytest.mark.usefixtures("hermes")
+@pytest.mark.parametrize(("path", "tool"), [(MESSAGES, ANTHROPIC_TOOL), (RESPONSES, RESPONSES_TOOL)])
+async def test_strict_tools_constrain_free_answers(serve: Serve, path: str, tool: dict[str, Any]) -> None:
+    async with serve(engine := writes(TWO_CALLS)) as client:
+        await post(client, path, tools=[tool | {"strict": True}])
+        await post(client, path, tools=[tool])
+    kinds = [request.sampling.grammar_type for request in engine.requests]
+    assert kinds == [GrammarType.LARK, GrammarType.NONE]
+
+
+@pytest.mark.usefixtures("thinking")
+async def test_a_budget_of_tokens_ends_the_thoughts(serve: Serve) -> None:
+    async with serve(engine := writes("Hm.\n</think>\n\nYes.")) as client:
+        await post(client, MESSAGES, thinking={"type": "enabled", "budget_tokens": 1500})
+        await post(client, MESSAGES, thinking={"type": "adaptive"})
+    limited, free = (request.sampling.grammar for request in engine.requests)
+    assert "max_tokens=1500" in limited
+    assert not free
+
+
 # A call or an answer by a format
 
 WEATHER_REPORT = {

@@ -20,10 +20,11 @@ from funitel.router.chat.auto_grammar import Calls, Thoughts, auto_grammar
 from funitel.router.chat.call import Tool
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS
 from funitel.router.chat.tool_formats import BY_NAME
-from funitel_testing.tiny import EOS, byte_tokenizer
+from funitel_testing.tiny import byte_tokenizer
 
 NUM_CALLS, NUM_CALLS_FULL = 8, 200
 MAX_TOKENS = 3000
+END = "<|stop|>"  # ends a text
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -72,12 +73,12 @@ class Vocabulary:
 
     def __init__(self, folder: Path, special: Sequence[str]) -> None:
         self.tokenizer: Tokenizer = byte_tokenizer()
-        self.tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+        self.tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (*special, END)])
         self.ids = {text: self.tokenizer.token_to_id(text) for text in special}
         path = folder / "tokenizer.json"
         self.tokenizer.save(str(path))
-        self.engine = LLTokenizer(str(path), eos_token=self.tokenizer.token_to_id(EOS))
-        self.eos = self.tokenizer.token_to_id(EOS)
+        self.engine = LLTokenizer(str(path), eos_token=self.tokenizer.token_to_id(END))
+        self.eos = self.tokenizer.token_to_id(END)
 
     def compile(self, text: str) -> LLMatcher:
         return compile_grammar(GrammarType.LARK, text, self.engine)
@@ -159,7 +160,7 @@ def check_calls(name: str, folder: Path, count: int, *, is_special: bool) -> Non
         answer = written(vocabulary, matcher, begin, rng)
         if answer is None:
             continue
-        _, content, calls = parsed(prompt_of(name, TOOLS), [answer.removesuffix(EOS)])
+        _, content, calls = parsed(prompt_of(name, TOOLS), [answer])
         assert calls, (name, answer)
         for called, arguments in calls:
             parameters = {tool.name: tool.parameters for tool in TOOLS}[called]
@@ -264,3 +265,11 @@ def test_nothing_in_thoughts_opens_a_call(tmp_path: Path) -> None:
         text = f"{begin}I may write <tool_call> here.</think>Yes."
         assert vocabulary.accepted(matcher, text) == (0, True)
         assert vocabulary.accepted(matcher, f"{begin}Hm</think>Yes <tool_call>no")[0] < 0
+
+
+def test_an_argument_keeps_the_name_of_a_key_of_calls(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(tmp_path, [])
+    parameters = {"type": "object", "properties": {"arguments": {"type": "integer"}}, "required": ["arguments"]}
+    tools = (Tool(name="f", parameters=parameters, strict=True),)
+    matcher = vocabulary.compile(auto_grammar(calls_of("llama3_json", tools), None, {}).text)
+    assert vocabulary.accepted(matcher, '{"name": "f", "parameters": {"arguments": 1}}') == (0, True)

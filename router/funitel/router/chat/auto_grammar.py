@@ -17,7 +17,19 @@ from funitel.router.chat.notations.lark import ANY, Item, Lark
 from funitel.router.chat.notations.tags import DSML, GLM, MINIMAX, QWEN, TagStyle
 from funitel.router.chat.notations.typed_values import Schema, kinds_of
 from funitel.router.chat.reasoning_parser import ReasoningFormat
-from funitel.router.chat.tool_formats import BY_NAME, PYTHON_TAG, ToolFormat
+from funitel.router.chat.tool_call_reader import CallKeys
+from funitel.router.chat.tool_formats import (
+    ARGUMENT_BEGIN,
+    DEEPSEEK,
+    DEEPSEEK_CALL,
+    DSML_SECTION,
+    KIMI,
+    KIMI_CALL,
+    MINIMAX_SECTION,
+    PYTHON_TAG,
+    SEPARATOR,
+    ToolFormat,
+)
 from funitel.router.chat.tool_grammar import MAX_CALLS, forced_calls
 from funitel.router.core.grammar import Grammar
 
@@ -282,19 +294,19 @@ def _gemma_arguments(quote: str, lark: Lark, tool: Tool) -> str:
 # Answers that are nothing but calls, or text
 
 
-_BARE = {"llama3_json": (PYTHON_TAG, "parameters"), "json": ("", "arguments")}
+_BARE = {"llama3_json": (PYTHON_TAG, CallKeys(arguments="parameters")), "json": ("", CallKeys())}
 
 
 def _bare(lark: Lark, calls: Calls) -> str:
     """Calls as JSON, or text that does not begin as they do."""
-    tag, key = _BARE[calls.format.name]
-    schema = json.loads(forced_calls(calls.tools, parallel=False).text.replace('"arguments"', f'"{key}"'))
+    tag, keys = _BARE[calls.format.name]
+    is_list = calls.is_parallel and not tag
+    schema = json.loads(forced_calls(calls.tools, parallel=is_list, keys=keys).text)
     one = lark.rule(lark.json(schema))
-    several = lark.rule(_SPACE, f"{lark.text(tag)}?" if tag else "", lark.repeated(one, '"; "', MAX_CALLS))
-    if not calls.is_parallel:
-        several = lark.rule(_SPACE, f"{lark.text(tag)}?" if tag else "", one)
-    plain = lark.rule("/(\\s*[^\\s\\{\\[`<](?s:.*))?/")
-    return lark.any_of((several, plain))
+    several = lark.repeated(one, '"; "', MAX_CALLS if calls.is_parallel and tag else 1)
+    found = lark.rule(_SPACE, f"{lark.text(tag)}?" if tag else "", several)
+    plain = lark.rule(f"/(\\s*[^\\s\\{{\\[`{tag[:1]}](?s:.*))?/")
+    return lark.any_of((found, plain))
 
 
 # Harmony
@@ -321,23 +333,19 @@ def _channel_calls(lark: Lark, calls: Calls) -> Iterator[str]:
 
 
 _Writer = Callable[[Lark, Calls], Iterator[str]]
-_DEEPSEEK = BY_NAME["deepseek_v31"].markers
-_KIMI = BY_NAME["kimi_k2"].markers
-_DSML = BY_NAME["deepseek_v32"].markers
-
 _WRITERS: dict[str, _Writer] = {
     "hermes": partial(_json_calls, "<tool_call>", "</tool_call>"),
     "granite": partial(_json_calls, "<|tool_call|>", "", is_list=True),
     "mistral": _mistral,
     "deepseek_v3": partial(
-        _named_calls, _DEEPSEEK[:2], f"{_DEEPSEEK[2]}function{_DEEPSEEK[4]}", "\n```json\n", f"\n```{_DEEPSEEK[3]}"
+        _named_calls, DEEPSEEK, f"{DEEPSEEK_CALL[0]}function{SEPARATOR}", "\n```json\n", f"\n```{DEEPSEEK_CALL[1]}"
     ),
-    "deepseek_v31": partial(_named_calls, _DEEPSEEK[:2], _DEEPSEEK[2], _DEEPSEEK[4], _DEEPSEEK[3]),
-    "kimi_k2": partial(_named_calls, _KIMI[:2], f"{_KIMI[2]}functions.", f":#{_KIMI[4]}", _KIMI[3]),
+    "deepseek_v31": partial(_named_calls, DEEPSEEK, DEEPSEEK_CALL[0], SEPARATOR, DEEPSEEK_CALL[1]),
+    "kimi_k2": partial(_named_calls, KIMI, f"{KIMI_CALL[0]}functions.", f":#{ARGUMENT_BEGIN}", KIMI_CALL[1]),
     "qwen3_coder": partial(_tagged_calls, QWEN, "<tool_call>", "</tool_call>"),
     "glm45": partial(_tagged_calls, GLM, "<tool_call>", ""),
-    "minimax_m2": partial(_tagged_calls, MINIMAX, *BY_NAME["minimax_m2"].markers, is_section=True),
-    "deepseek_v32": partial(_tagged_calls, DSML, *_DSML[1:3], is_section=True),
+    "minimax_m2": partial(_tagged_calls, MINIMAX, *MINIMAX_SECTION, is_section=True),
+    "deepseek_v32": partial(_tagged_calls, DSML, *DSML_SECTION, is_section=True),
     "lfm2": partial(_python_calls, "<|tool_call_start|>", "[", ", ", "]<|tool_call_end|>"),
     "olmo3": partial(_python_calls, "<function_calls>", "\n", "\n", "\n</function_calls>"),
     "gemma_code": partial(_python_calls, "```tool_code", "\n", "\n", "\n```"),

@@ -101,16 +101,18 @@ def _schemas(names: Names) -> Mapping[str, Schema | None]:
     return names if isinstance(names, Mapping) else {}
 
 
-_DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
-_DEEPSEEK_CALL = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
-_DEEPSEEK_MARKERS = (*_DEEPSEEK, *_DEEPSEEK_CALL, "<\uff5ctool\u2581sep\uff5c>")
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"  # of a name, as DeepSeek writes it
+ARGUMENT_BEGIN = "<|tool_call_argument_begin|>"  # as Kimi writes it
+DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
+DEEPSEEK_CALL = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
+_DEEPSEEK_MARKERS = (*DEEPSEEK, *DEEPSEEK_CALL, SEPARATOR)
 _deepseek = _named_section(
-    _DEEPSEEK, _DEEPSEEK_CALL[0], f"```{_DEEPSEEK_CALL[1]}", _DEEPSEEK_CALL[1], name_of=deepseek_name
+    DEEPSEEK, DEEPSEEK_CALL[0], f"```{DEEPSEEK_CALL[1]}", DEEPSEEK_CALL[1], name_of=deepseek_name
 )
-_DSML_SECTION = (f"<{DSML_TAG}function_calls>", f"</{DSML_TAG}function_calls>")
-_KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-_KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
-_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+DSML_SECTION = (f"<{DSML_TAG}function_calls>", f"</{DSML_TAG}function_calls>")
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+MINIMAX_SECTION = ("<minimax:tool_call>", "</minimax:tool_call>")
 _FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>")
 _GEMMA4 = ("<|tool_call>", "<tool_call|>")
 _LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -123,18 +125,18 @@ TOOL_FORMATS = (
     ToolFormat(
         "deepseek_v32",
         (DSML_TAG,),
-        (DSML_TAG, *_DSML_SECTION),
-        _tagged_section(DSML, _DSML_SECTION),
+        (DSML_TAG, *DSML_SECTION),
+        _tagged_section(DSML, DSML_SECTION),
     ),
-    ToolFormat("deepseek_v3", (_DEEPSEEK[0], "```json"), _DEEPSEEK_MARKERS, _deepseek),
-    ToolFormat("deepseek_v31", (_DEEPSEEK[0],), _DEEPSEEK_MARKERS, _deepseek),
+    ToolFormat("deepseek_v3", (DEEPSEEK[0], "```json"), _DEEPSEEK_MARKERS, _deepseek),
+    ToolFormat("deepseek_v31", (DEEPSEEK[0],), _DEEPSEEK_MARKERS, _deepseek),
     ToolFormat(
         "kimi_k2",
-        (_KIMI[0],),
-        (*_KIMI, *_KIMI_CALL, "<|tool_call_argument_begin|>"),
-        _named_section(_KIMI, *_KIMI_CALL, name_of=kimi_name),
+        (KIMI[0],),
+        (*KIMI, *KIMI_CALL, ARGUMENT_BEGIN),
+        _named_section(KIMI, *KIMI_CALL, name_of=kimi_name),
     ),
-    ToolFormat("minimax_m2", (_MINIMAX[0],), _MINIMAX, _tagged_section(MINIMAX, _MINIMAX)),
+    ToolFormat("minimax_m2", (MINIMAX_SECTION[0],), MINIMAX_SECTION, _tagged_section(MINIMAX, MINIMAX_SECTION)),
     ToolFormat("qwen3_coder", ("<function=", "<parameter="), _CALL, _tagged(QWEN, *_CALL)),
     ToolFormat(
         "glm45",
