@@ -108,7 +108,9 @@ def markers(name: str) -> list[str]:
     family = FAMILIES[name]
     known = BY_NAME[name.partition(":")[0]].markers
     thinks = REASONING_FORMATS[family.thinks].markers if family.thinks else ()
-    return [text for text in dict.fromkeys((*known, *thinks)) if text not in ("｜DSML｜",)]
+    if name == "deepseek_v32":  # whose tags contain a token
+        known = known[:1]
+    return list(dict.fromkeys((*known, *thinks)))
 
 
 def calls_of(name: str, tools: tuple[Tool, ...] = TOOLS, *, is_parallel: bool = True) -> Calls:
@@ -273,3 +275,14 @@ def test_an_argument_keeps_the_name_of_a_key_of_calls(tmp_path: Path) -> None:
     tools = (Tool(name="f", parameters=parameters, strict=True),)
     matcher = vocabulary.compile(auto_grammar(calls_of("llama3_json", tools), None, {}).text)
     assert vocabulary.accepted(matcher, '{"name": "f", "parameters": {"arguments": 1}}') == (0, True)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_strict_calls_follow_thoughts_with_a_budget(is_special: bool, tmp_path: Path) -> None:
+    vocabulary = Vocabulary(tmp_path, markers("hermes") if is_special else [])
+    thoughts = Thoughts(REASONING_FORMATS["think"], True, 5)
+    matcher = vocabulary.compile(auto_grammar(calls_of("hermes"), thoughts, vocabulary.ids).text)
+    call = FAMILIES["hermes"].write([("now", {})])
+    assert vocabulary.accepted(matcher, f"12345</think>Yes.\n{call}") == (0, True)
+    assert vocabulary.accepted(matcher, "12345</think>Yes.<tool_call>no")[0] == -2
+    assert vocabulary.accepted(matcher, f"123456</think>{call}")[0] < 0

@@ -178,3 +178,26 @@ def test_harmony_in_a_forced_call_is_json() -> None:
         "", tools=(Tool(name="f"),), tool_format=BY_NAME["json"], reasoning=REASONING_FORMATS["harmony"]
     )
     assert parsed(prompt, list('{"name": "f", "arguments": {}}')) == ("", "", [("f", "{}")])
+
+
+def test_a_call_without_the_tags_around_it_is_read_if_a_tool_has_its_name() -> None:
+    prompt = prompt_of("qwen3_coder", (Tool(name="f"),))
+    for text, content, calls in (
+        ("Hm.\n<function=f>\n</function>\n</tool_call>", "Hm.", [("f", "{}")]),
+        ("<function=other>\n</function>", "<function=other>\n</function>", []),
+    ):
+        assert parsed(prompt, [text]) == parsed(prompt, list(text)) == ("", content, calls)
+
+
+def test_granite_writes_either_marker() -> None:
+    prompt = prompt_of("granite", (Tool(name="f"),))
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    for text in (f"<tool_call>[{call}, {call}]", f"<|tool_call|>[{call}, {call}]"):
+        assert parsed(prompt, [text]) == parsed(prompt, list(text)) == ("", "", [("f", '{"a": 1}')] * 2)
+
+
+@pytest.mark.parametrize(("name", "text"), [("qwen3_coder", "<function=f>\n</function>"), ("granite", "<tool_call>[")])
+def test_no_marker_is_lost_between_words(name: str, text: str) -> None:
+    prompt = prompt_of(name, (Tool(name="f"),))
+    text = f"See {text[:10]} and more."
+    assert parsed(prompt, [text]) == parsed(prompt, list(text)) == ("", text, [])

@@ -123,6 +123,11 @@ def _json_calls(trigger: str, end: str, lark: Lark, calls: Calls, *, is_list: bo
     yield lark.rule(lark.up_to(trigger), _SPACE, lark.json(schema), *((_SPACE, lark.text(end)) if end else ()))
 
 
+def _granite(lark: Lark, calls: Calls) -> Iterator[str]:
+    for trigger in ("<|tool_call|>", "<tool_call>"):
+        yield from _json_calls(trigger, "", lark, calls, is_list=True)
+
+
 def _named_calls(
     section: tuple[str, str], before: str, between: str, after: str, lark: Lark, calls: Calls
 ) -> Iterator[str]:
@@ -171,18 +176,20 @@ def _check_object(tool: Tool) -> None:
 def _tagged_calls(
     style: TagStyle, trigger: str, end: str, lark: Lark, calls: Calls, *, is_section: bool = False
 ) -> Iterator[str]:
-    line = lark.text("\n")
-    cases = [
+    bare = [
         lark.rule(
-            lark.text(f"{style.before_name}{tool.name}{style.after_name}"),
-            line,
+            lark.text(f"{tool.name}{style.after_name}"),
+            lark.text("\n"),
             *_tagged_arguments(style, lark, tool),
             lark.text(style.end),
         )
         for tool in calls.tools
     ]
+    cases = [lark.rule(lark.text(style.before_name), case) for case in bare] if style.before_name else bare
     several = lark.repeated(lark.any_of(cases), _SPACE, MAX_CALLS if calls.is_parallel and is_section else 1)
     yield lark.rule(lark.up_to(trigger), _SPACE, several, *((_SPACE, lark.text(end)) if end else ()))
+    if style.before_name and not is_section:  # the parser reads a call without tags around it, too
+        yield lark.rule(lark.up_to(style.before_name), lark.any_of(bare))
 
 
 def _tagged_arguments(style: TagStyle, lark: Lark, tool: Tool) -> Iterator[str]:
@@ -313,15 +320,16 @@ def _bare(lark: Lark, calls: Calls) -> str:
 
 
 def _channels(lark: Lark, calls: Calls | None, thoughts: Thoughts | None) -> str:
-    """Messages: thoughts up to the budget, text, and at the end maybe a call."""
+    """Messages of thoughts and text, and at the end maybe a call; with a budget, the first alone are thoughts."""
     limit = "" if thoughts is None or thoughts.budget is None else f"[max_tokens={thoughts.budget}]"
     analysis = lark.rule(lark.text(f"{CHANNEL}analysis{MESSAGE}"), lark.rule(f"/{ANY}/", options=limit))
     spoken = lark.rule(
         lark.any_of((lark.text(f"{CHANNEL}final{MESSAGE}"), lark.text(f"{CHANNEL}commentary{MESSAGE}"))), lark.free()
     )
-    message = lark.any_of((analysis, spoken))
+    message = spoken if limit else lark.any_of((analysis, spoken))
     last = message if calls is None else lark.any_of((message, *_channel_calls(lark, calls)))
-    return f"({message} {lark.text(f'<|end|>{START}assistant')})* {last}"
+    again = lark.text(f"<|end|>{START}assistant")
+    return f"{f'({analysis} {again})?' if limit else ''} ({message} {again})* {last}"
 
 
 def _channel_calls(lark: Lark, calls: Calls) -> Iterator[str]:
@@ -335,7 +343,7 @@ def _channel_calls(lark: Lark, calls: Calls) -> Iterator[str]:
 _Writer = Callable[[Lark, Calls], Iterator[str]]
 _WRITERS: dict[str, _Writer] = {
     "hermes": partial(_json_calls, "<tool_call>", "</tool_call>"),
-    "granite": partial(_json_calls, "<|tool_call|>", "", is_list=True),
+    "granite": _granite,
     "mistral": _mistral,
     "deepseek_v3": partial(
         _named_calls, DEEPSEEK, f"{DEEPSEEK_CALL[0]}function{SEPARATOR}", "\n```json\n", f"\n```{DEEPSEEK_CALL[1]}"

@@ -51,7 +51,7 @@ def _anything(name: str) -> bool:
     return True
 
 
-def _marked(opening: str, *closings: str) -> Callable[[Names], Parser]:
+def _marked(opening: str | tuple[str, ...], *closings: str) -> Callable[[Names], Parser]:
     """Calls as JSON between markers."""
     return lambda names: MarkedParser(_anything, opening, *closings)
 
@@ -64,11 +64,18 @@ def _scanned(
 
 
 def _tagged(style: TagStyle, opening: str, closing: str) -> Callable[[Names], Parser]:
-    """A call between tags, with tags around its arguments."""
+    """A call between tags, with tags around its arguments; of a tool, it may lack those around all of it."""
 
     def parser(names: Names) -> Parser:
         schemas = _schemas(names)
-        return MarkedParser(_anything, opening, closing, make=lambda: ScannedReader(TagScanner(style, schemas)))
+        bare = style.before_name
+        return MarkedParser(
+            names.__contains__,
+            (opening, bare) if bare else opening,
+            closing,
+            make=lambda: ScannedReader(TagScanner(style, schemas)),
+            bare=(lambda: ScannedReader(TagScanner(style, schemas, names.__contains__))) if bare else None,
+        )
 
     return parser
 
@@ -156,7 +163,7 @@ TOOL_FORMATS = (
         (*_FUNCTION_GEMMA, "<escape>"),
         _scanned(*_FUNCTION_GEMMA, make=lambda: GemmaScanner(("<escape>",))),
     ),
-    ToolFormat("granite", (_GRANITE[0],), _GRANITE, _marked(*_GRANITE)),
+    ToolFormat("granite", (_GRANITE[0],), (*_GRANITE, *_CALL), _marked((_GRANITE[0], _CALL[0]), _GRANITE[1], _CALL[1])),
     ToolFormat("hermes", (_CALL[0],), _CALL, _marked(*_CALL)),
     ToolFormat(
         "mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), lambda names: MistralParser(_anything)

@@ -88,13 +88,23 @@ class MarkedParser(CallParser):
     def __init__(
         self,
         accepts: Accepts,
-        opening: str,
+        opening: str | tuple[str, ...],
         *closings: str,
         make: Callable[[], Reader] | None = None,
+        bare: Callable[[], Reader] | None = None,
     ) -> None:
-        """`make` makes what reads behind the opening: by default, a reader of JSON."""
+        """Begin.
+
+        Args:
+            accepts: whether a name is that of a tool.
+            opening: the marker, or several.
+            closings: markers that are dropped behind a call.
+            make: makes what reads behind the opening: by default, a reader of JSON.
+            bare: where a call may come without its marker, makes what reads it then, from the last opening on.
+        """
         super().__init__(accepts)
-        self._openings: tuple[str, ...] = (opening,)
+        self._openings = (opening,) if isinstance(opening, str) else opening
+        self._bare = bare
         self._closings = closings
         self._make = make or (lambda: CallListReader(accepts))
         self._num_marking = 0  # characters of the buffer that mark a call
@@ -128,7 +138,11 @@ class MarkedParser(CallParser):
         return marker, place - length + len(marker)
 
     def _opened(self) -> bool:
-        self._start_reading(self._make(), self._num_read)
+        last = self._openings[-1]
+        if self._bare is not None and self._buffer[: self._num_marking].endswith(last):
+            self._start_reading(self._bare(), self._num_marking - len(last))
+        else:
+            self._start_reading(self._make(), self._num_read)
         return True
 
     def _broken_call(self) -> bool:

@@ -57,12 +57,18 @@ DSML = TagStyle(
 class TagScanner:
     """Takes the characters of one call; `calls` has it, once done."""
 
-    def __init__(self, style: TagStyle, schemas: Mapping[str, Schema | None]) -> None:
-        """`schemas`: of the parameters of each tool."""
+    def __init__(
+        self,
+        style: TagStyle,
+        schemas: Mapping[str, Schema | None],
+        accepts: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`schemas`: of the parameters of each tool; `accepts`: whether a name is that of a tool, if it must be."""
         self.is_done = False
         self.is_broken = False
         self.calls: list[tuple[str, str]] = []
         self._style = style
+        self._accepts = accepts
         self._schemas = schemas
         self._name = ""
         self._key = ""
@@ -119,7 +125,7 @@ class TagScanner:
 
     def _end_name(self, name: str) -> None:
         self._name = name.strip()
-        self.is_broken = not self._name
+        self.is_broken = not self._name or not (self._accepts is None or self._accepts(self._name))
         self._expect_argument()
 
     # Arguments
