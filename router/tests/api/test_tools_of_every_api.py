@@ -481,3 +481,11 @@ async def test_b6_deferred_tools_are_shown_once_they_are_referred_to(serve: Serv
     async with serve(engine := writes(CALL)) as client:
         await post(client, MESSAGES, tools=tools, tool_choice={"type": "tool", "name": "weather"})
     assert engine.requests[0].sampling.grammar_type is GrammarType.JSON
+
+
+async def test_tokens_are_counted_whatever_the_budget_of_thoughts(client: httpx.AsyncClient) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    counts = [await client.post(f"{MESSAGES}/count_tokens", json=body | more) for more in ({}, {"thinking": thinking})]
+    assert [count.status_code for count in counts] == [200, 200]
+    assert counts[0].json() == counts[1].json()

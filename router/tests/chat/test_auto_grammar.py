@@ -129,7 +129,7 @@ def written(vocabulary: Vocabulary, matcher: LLMatcher, begin: str, rng: random.
     for token_id in ids:
         assert is_allowed(trial, token_id), (begin, vocabulary.decode(ids))
         assert trial.consume_token(token_id)
-    closing = {id for mark in '"<,]}`)' for id in vocabulary.encode(mark)}
+    closing = {id for mark in '"</,]}`)' for id in vocabulary.encode(mark)}
     plain = {id for mark in "abc 019\n'\\é{" for id in vocabulary.encode(mark)}
     while len(ids) < MAX_TOKENS:
         if trial.is_stopped():

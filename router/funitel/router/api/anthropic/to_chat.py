@@ -45,7 +45,7 @@ def chat_call(body: CountTokensRequest, sampling: SamplingRequest | None = None)
         parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", False),
         grammar=_grammar(body),
         sampling=sampling or SamplingRequest(),
-        thinking_budget=body.thinking.budget_tokens if isinstance(body.thinking, ThinkingEnabled) else None,
+        thinking_budget=_thinking_budget(body),
         template_variables={"enable_thinking": isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)},
     )
 
@@ -69,6 +69,13 @@ def sampling_of(body: MessagesRequest) -> SamplingRequest:
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
     )
+
+
+def _thinking_budget(body: CountTokensRequest) -> int | None:
+    """Tokens to think with, where an answer is asked for."""
+    if isinstance(body, MessagesRequest) and isinstance(body.thinking, ThinkingEnabled):
+        return body.thinking.budget_tokens
+    return None
 
 
 def _grammar(body: CountTokensRequest) -> Grammar | None:
