@@ -179,7 +179,7 @@ def _functiongemma(calls: Sequence[Call]) -> str:
     )
 
 
-def _harmony(reasoning: str, before: str, calls: Sequence[Call], after: str) -> str:
+def harmony(reasoning: str, before: str, calls: Sequence[Call], after: str) -> str:
     """Messages in the order in which gpt-oss writes them."""
     messages = []
     if reasoning:
@@ -230,7 +230,7 @@ FAMILIES: dict[str, Family] = {
     "gemma_code": Family(lambda calls: f"```tool_code\n{chr(10).join(_python_call(*c) for c in calls)}\n```"),
     "gemma4": Family(_gemma4, "gemma4"),
     "functiongemma": Family(_functiongemma, None),
-    "harmony": Family(_hermes, "harmony"),  # written by `_harmony`
+    "harmony": Family(_hermes, "harmony"),  # written by `harmony`
 }
 
 
@@ -275,7 +275,7 @@ def transcript(name: str, seed: int) -> Transcript:
     if not calls:
         before, after = before or after, ""
     if name == "harmony":
-        text = _harmony(reasoning, before, calls, after)
+        text = harmony(reasoning, before, calls, after)
     else:
         text = "\n\n".join(filter(None, (before, family.write(calls) if calls else "", after)))
         if reasoning:

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
-from written_answers import FAMILIES, parsed, prompt_of
+from written_answers import FAMILIES, harmony, parsed, prompt_of
 
 from funitel.proto.errors import ToolError
 from funitel.proto.grammar.compiler import compile_grammar
@@ -25,6 +25,8 @@ from funitel_testing.tiny import byte_tokenizer
 NUM_CALLS, NUM_CALLS_FULL = 8, 200
 MAX_TOKENS = 3000
 END = "<|stop|>"  # ends a text
+# What ends a value that has no quotes, or has unusual ones: no chance writes it.
+VALUE_ENDS = ("\n</parameter>", "</parameter>", "</arg_value>", "</｜DSML｜parameter>", '<|"|>', "<escape>")
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -129,7 +131,7 @@ def written(vocabulary: Vocabulary, matcher: LLMatcher, begin: str, rng: random.
     for token_id in ids:
         assert is_allowed(trial, token_id), (begin, vocabulary.decode(ids))
         assert trial.consume_token(token_id)
-    closing = {id for mark in '"</,]}`)' for id in vocabulary.encode(mark)}
+    closing = {id for mark in '"<,]}`)' for id in vocabulary.encode(mark)}
     plain = {id for mark in "abc 019\n'\\é{" for id in vocabulary.encode(mark)}
     while len(ids) < MAX_TOKENS:
         if trial.is_stopped():
@@ -138,6 +140,11 @@ def written(vocabulary: Vocabulary, matcher: LLMatcher, begin: str, rng: random.
         allowed = [token_id for token_id in range(len(mask) * 8) if mask[token_id // 8] >> token_id % 8 & 1]
         if vocabulary.eos in allowed:
             return vocabulary.decode(ids)
+        value_end = vocabulary.encode(rng.choice(VALUE_ENDS))
+        if rng.random() < 0.1 and trial.deep_copy().try_consume_tokens(value_end) == len(value_end):
+            assert trial.consume_tokens(value_end)
+            ids += value_end
+            continue
         special = [token_id for token_id in allowed if token_id in vocabulary.ids.values()]
         likely = [token_id for token_id in allowed if token_id in closing]
         common = [token_id for token_id in allowed if token_id in plain]
@@ -157,6 +164,7 @@ def check_calls(name: str, folder: Path, count: int, *, is_special: bool) -> Non
     text = auto_grammar(calls_of(name), thoughts_of(name), vocabulary.ids).text
     matcher = vocabulary.compile(text)
     found, rng = 0, random.Random(name)
+    names = set()
     begin = OPENINGS[name] if name in BARE else f"Hm. {OPENINGS[name]}"
     for _ in range(3 * count):
         answer = written(vocabulary, matcher, begin, rng)
@@ -165,11 +173,13 @@ def check_calls(name: str, folder: Path, count: int, *, is_special: bool) -> Non
         _, content, calls = parsed(prompt_of(name, TOOLS), [answer])
         assert calls, (name, answer)
         for called, arguments in calls:
+            names.add(called)
             parameters = {tool.name: tool.parameters for tool in TOOLS}[called]
             jsonschema.validate(json.loads(arguments), parameters or {"maxProperties": 0})
         assert content.strip() in ("", "Hm."), (name, answer)
         found += 1
         if found == count:
+            assert "weather" in names
             return
     raise AssertionError(f"only {found} of {3 * count} answers ended")
 
@@ -224,6 +234,16 @@ def test_a_tool_that_is_not_strict_takes_any_object(tmp_path: Path) -> None:
         ("hermes", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}}}, "overlap"),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^x"}}}, '"pattern"'),
         ("glm45", {"properties": {}, "minProperties": 1}, '"minProperties"'),
+        (
+            "qwen3_coder",
+            {"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}},
+            "maxL",
+        ),
+        (
+            "glm45",
+            {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "string", "format": "date"}}},
+            "form",
+        ),
         ("kimi_k2", {"type": "array"}, 'Given: "array"'),
     ],
 )
@@ -286,3 +306,28 @@ def test_strict_calls_follow_thoughts_with_a_budget(is_special: bool, tmp_path: 
     assert vocabulary.accepted(matcher, f"12345</think>Yes.\n{call}") == (0, True)
     assert vocabulary.accepted(matcher, "12345</think>Yes.<tool_call>no")[0] == -2
     assert vocabulary.accepted(matcher, f"123456</think>{call}")[0] < 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
+def test_a_value_ends_where_it_is_read_to_end(name: str, tmp_path: Path) -> None:
+    """Else what follows in the value would be read as something else."""
+    vocabulary = Vocabulary(tmp_path, [])
+    schema = {"properties": {"a": {"type": "string", "minLength": 30, "maxLength": 60}}, "required": ["a"]}
+    tools = (Tool(name="f", parameters=schema, strict=True),)
+    matcher = vocabulary.compile(auto_grammar(calls_of(name, tools), None, {}).text)
+    end = next(text.strip() for text in VALUE_ENDS if text.strip() in FAMILIES[name].write([("f", {"a": ""})]))
+    for value, is_allowed_here in (("x" * 30, True), (f"{'x' * 9}\n{end}{'x' * 30}", False), ("x" * 61, False)):
+        left, _ = vocabulary.accepted(matcher, FAMILIES[name].write([("f", {"a": value})]))
+        assert (left == 0) is is_allowed_here, value
+
+
+def test_messages_are_free_and_calls_are_not(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(tmp_path, markers("harmony"))
+    matcher = vocabulary.compile(auto_grammar(calls_of("harmony"), thoughts_of("harmony"), vocabulary.ids).text)
+    good: dict[str, Any] = {"city": "Oslo", "unit": "°C", "place": {"x": 1.5}}
+    for text in (harmony("Hm.", "Look:", [("weather", good)], ""), harmony("", "", [("now", {})], "")):
+        assert vocabulary.accepted(matcher, text) == (0, True), text
+    for text in (harmony("Hm.", "", [], "Yes."), harmony("", "", [], "<Yes>")):
+        assert vocabulary.accepted(matcher, text.removesuffix("<|return|>")) == (0, True), text
+    for name, arguments in (("weather", good | {"unit": "K"}), ("unknown", {}), ("now", {"a": 1})):
+        assert vocabulary.accepted(matcher, harmony("Hm.", "", [(name, arguments)], ""))[0] < 0

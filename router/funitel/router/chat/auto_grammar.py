@@ -15,7 +15,7 @@ from funitel.router.chat.call import Tool
 from funitel.router.chat.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from funitel.router.chat.notations.lark import ANY, Item, Lark
 from funitel.router.chat.notations.tags import DSML, GLM, MINIMAX, QWEN, TagStyle
-from funitel.router.chat.notations.typed_values import Schema, kinds_of
+from funitel.router.chat.notations.typed_values import Schema, kinds_of, resolved
 from funitel.router.chat.reasoning_parser import ReasoningFormat
 from funitel.router.chat.tool_call_reader import CallKeys
 from funitel.router.chat.tool_formats import (
@@ -204,34 +204,38 @@ def _tagged_arguments(style: TagStyle, lark: Lark, tool: Tool) -> Iterator[str]:
 
 def _tagged_value(style: TagStyle, lark: Lark, tool: Tool, schema: Any) -> str:
     line = "\n" if style.pads_values else ""
-    end = line + style.after_value
-    as_text = _text_value(lark, tool, schema, end)
+    as_text = _text_value(lark, tool, schema, style.after_value, line)
     forms = {is_string: text for text, is_string in style.before_value.items()}
     before = {
         is_string: lark.text(("\n" if text == "<arg_value>" else "") + text + line) for is_string, text in forms.items()
     }
     if as_text is not None:
         return lark.rule(before.get(True, before.get(None, "")), as_text)
-    value = lark.rule(lark.json(schema), lark.text(end))
+    value = lark.rule(lark.json(schema), lark.text(line + style.after_value))
     return lark.rule(before.get(False, before.get(None, "")), value)
 
 
-def _text_value(lark: Lark, tool: Tool, schema: Any, end: str) -> str | None:
-    """A string without quotes and escapes, up to its end; None where the schema is of another type."""
+def _text_value(lark: Lark, tool: Tool, schema: Any, end: str, line: str = "") -> str | None:
+    """A string without quotes and escapes, up to `line` and its end; None where the schema is of another type."""
     root = tool.parameters or {}
     kinds = kinds_of(schema, root)
-    if "string" not in kinds or not isinstance(schema, Mapping):
+    if "string" not in kinds:
         return None
+    schema = resolved(schema, root)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        return lark.any_of(lark.text(text + end) for text in texts)
-    unkept = sorted(schema.keys() - _LENGTHS - _DESCRIBING - {"type", "anyOf", "$ref"})
+        return lark.any_of(lark.text(text + line + end) for text in texts)
+    cases = schema.get("anyOf", [])
+    stated = {key for case in cases for key in resolved(case, root)} | schema.keys()
+    allowed = _DESCRIBING | {"type", "anyOf"} | (set() if cases else _LENGTHS)
+    unkept = sorted(stated - allowed - ({"$defs", "definitions"} & root.keys()))
     if unkept or (kinds != {"string"} and len(kinds - {"string", "null"})):
         reason = ", ".join(f'"{key}"' for key in unkept) or "several types beside strings"
         raise ToolError(f"`parameters` of `{tool.name}` cannot be kept in the model's format: {reason}", "tools")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return lark.up_to(end, body=f"(?s:.{{{least},{most}}})" if _LENGTHS & schema.keys() else ANY)
+    body = f"(?s:.{{{least},{most}}})" if _LENGTHS & schema.keys() else ANY
+    return lark.up_to(end, body=body, before=line)
 
 
 def _declared(tool: Tool) -> Iterator[tuple[str, Any, bool]]:

@@ -56,15 +56,26 @@ class Lark:
         """Any text without special tokens."""
         return self.rule(f"/{ANY}/")
 
-    def up_to(self, end: str, *, body: str = ANY) -> str:
-        """Text of a pattern up to this end, whether it is a token or spelled in letters."""
-        spelled = self.rule(f"/{body}{_escaped(end)}/", options="[lazy]")
+    def up_to(self, end: str, *, body: str = ANY, before: str = "") -> str:
+        """Text of a pattern up to an end, be that a token or spelled in letters; `before`: what is just before it."""
+        is_free = body == ANY and not before  # the first end found ends it
+        without = "" if is_free else end
+        spelled = self.rule(self._pattern_of(body, before + end, without), options="[lazy]")
         parts = self._parts(end)
         number = next((number for number, part in enumerate(parts) if part in self._special), None)
         if number is None:
             return spelled
-        before = _escaped("".join(parts[:number]))
-        return self.any_of((self.rule(f"/{body}{before}/", self.text("".join(parts[number:]))), spelled))
+        text = self._pattern_of(body, before + "".join(parts[:number]), without)
+        return self.any_of((self.rule(text, self.text("".join(parts[number:]))), spelled))
+
+    def _pattern_of(self, body: str, tail: str, without: str) -> str:
+        """A pattern and a text behind it, in which another text comes at the end at most."""
+        pattern = f"/{body}{_escaped(tail)}/"
+        if not without:
+            return pattern
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {pattern} & ~/{ANY}{_escaped(without)}(?s:.+)/")
+        return name
 
     def limited(self, end: str, max_tokens: int) -> str:
         """Text of at most so many tokens, and this end.

@@ -24,7 +24,7 @@ def arguments_text(arguments: Mapping[str, str]) -> str:
 
 def argument_schema(parameters: Schema | None, key: str) -> Any:
     """Return what a tool's parameters say about one of its arguments; None for nothing."""
-    properties = _target(parameters or {}, parameters or {}).get("properties")
+    properties = resolved(parameters or {}, parameters or {}).get("properties")
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
@@ -61,7 +61,7 @@ def kinds_of(schema: Any, root: Schema) -> frozenset[str]:
 
 
 def _kinds(schema: Any, root: Schema, depth: int) -> Iterator[str]:
-    schema = _target(schema, root)
+    schema = resolved(schema, root)
     given = schema.get("type")
     if isinstance(given, str):
         yield given
@@ -77,7 +77,7 @@ def _kinds(schema: Any, root: Schema, depth: int) -> Iterator[str]:
                 yield from _kinds(case, root, depth - 1)
 
 
-def _target(schema: Any, root: Schema) -> Schema:
+def resolved(schema: Any, root: Schema) -> Schema:
     """A schema, or what its reference within the root leads to."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping):
