@@ -122,6 +122,44 @@ def test_streamed_and_whole_calls_are_the_same(client: Any, parallel: bool) -> N
         assert reason == whole.finish_reason
 
 
+STRICT_TOOLS: list[Any] = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
+PAST_CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"place": {"city": "Rome"}, "unit": "°C"}'},
+}
+EARLIER: list[Any] = [  # shows the model what a call looks like
+    {"role": "user", "content": "What is the weather in Rome?"},
+    {"role": "assistant", "content": None, "tool_calls": [PAST_CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+    {"role": "assistant", "content": "It is sunny in Rome."},
+]
+
+
+def test_strict_calls_of_free_answers_validate(client: Any, is_full: bool, figures: dict[str, object]) -> None:
+    """The model is free to answer with text; what it writes as a call fits the schema, unless it is cut off."""
+    num_answers = 2 * NUM_CALLS_FULL if is_full else 2 * NUM_CALLS
+    calls = valid = num_cut = 0
+
+    def ask_freely(place: int) -> Any:
+        messages = [*EARLIER, {"role": "user", "content": QUESTIONS[place % len(QUESTIONS)]}]
+        wishes: dict[str, Any] = {"temperature": 0.8, "seed": place, "max_tokens": 300, "tool_choice": "auto"}
+        return client.chat.completions.create(model="tgi", messages=messages, tools=STRICT_TOOLS, **wishes)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [completion.choices[0] for completion in pool.map(ask_freely, range(num_answers))]
+    for answer in answers:
+        if answer.finish_reason == "length":
+            num_cut += bool(answer.message.tool_calls)
+            continue
+        for call in answer.message.tool_calls or ():
+            calls += 1
+            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+            valid += 1
+    assert calls, "no answer has a call"
+    figures["tool calls, strict in free answers: valid"] = f"{valid} of {calls}, {num_cut} answers cut off in one"
+
+
 REPORT: dict[str, Any] = {
     "type": "object",
     "properties": {"place": {"type": "string"}, "rain": {"type": "boolean"}, "days": {"type": "integer"}},

@@ -323,6 +323,29 @@ async def test_reasoning_where_there_is_none(client: httpx.AsyncClient) -> None:
     assert response.json()["error"]["param"] == "reasoning.effort"
 
 
+# Strict tools in free answers
+
+
+@pytest.mark.usefixtures("hermes")
+@pytest.mark.parametrize(("path", "tool"), [(MESSAGES, ANTHROPIC_TOOL), (RESPONSES, RESPONSES_TOOL)])
+async def test_strict_tools_constrain_free_answers(serve: Serve, path: str, tool: dict[str, Any]) -> None:
+    async with serve(engine := writes(TWO_CALLS)) as client:
+        await post(client, path, tools=[tool | {"strict": True}])
+        await post(client, path, tools=[tool])
+    kinds = [request.sampling.grammar_type for request in engine.requests]
+    assert kinds == [GrammarType.LARK, GrammarType.NONE]
+
+
+@pytest.mark.usefixtures("thinking")
+async def test_a_budget_of_tokens_ends_the_thoughts(serve: Serve) -> None:
+    async with serve(engine := writes("Hm.\n</think>\n\nYes.")) as client:
+        await post(client, MESSAGES, thinking={"type": "enabled", "budget_tokens": 1500})
+        await post(client, MESSAGES, thinking={"type": "adaptive"})
+    limited, free = (request.sampling.grammar for request in engine.requests)
+    assert "max_tokens=1500" in limited
+    assert not free
+
+
 # A call or an answer by a format
 
 WEATHER_REPORT = {
@@ -458,3 +481,11 @@ async def test_b6_deferred_tools_are_shown_once_they_are_referred_to(serve: Serv
     async with serve(engine := writes(CALL)) as client:
         await post(client, MESSAGES, tools=tools, tool_choice={"type": "tool", "name": "weather"})
     assert engine.requests[0].sampling.grammar_type is GrammarType.JSON
+
+
+async def test_tokens_are_counted_whatever_the_budget_of_thoughts(client: httpx.AsyncClient) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    counts = [await client.post(f"{MESSAGES}/count_tokens", json=body | more) for more in ({}, {"thinking": thinking})]
+    assert [count.status_code for count in counts] == [200, 200]
+    assert counts[0].json() == counts[1].json()

@@ -138,6 +138,10 @@ FRAGMENTS = st.sampled_from(
             ",",
             ":",
         ),
+        *sorted({marker for format in BY_NAME.values() for marker in format.markers}),
+        *("<function=add>", "<parameter=a>", "</parameter>", "</function>", '<invoke name="add">', "</invoke>"),
+        *('<parameter name="a">', "call:add{", "a:1", "[add(", "a=1", ")", "functions.add:0", "to=functions.add"),
+        *("analysis", "commentary", "```tool_code\n", "'"),
         *(" ", "\n", ";", "weather", "hello", "<", "é", "add", "null", "1.5"),
     ]
 )
@@ -172,7 +176,7 @@ TEXTS = st.text(max_size=6)
 @given(
     arguments=st.dictionaries(TEXTS, TEXTS | st.integers() | st.lists(TEXTS, max_size=2), max_size=3),
     name=st.sampled_from(sorted(NAMES)),
-    format=st.sampled_from(sorted(BY_NAME)),
+    format=st.sampled_from(["hermes", "json", "llama3_json", "mistral"]),
     indent=st.sampled_from([None, 1]),
 )
 def test_any_arguments_come_through(arguments: object, name: str, format: str, indent: int | None) -> None:
@@ -220,9 +224,19 @@ def test_a_prompt_may_open_the_block(prompt: str, is_open: bool) -> None:
     assert REASONING_FORMATS["think"].is_opened_by(prompt) is is_open
 
 
+UNITS = (
+    *(
+        "<tool_call><function=add><parameter=a>",
+        '<minimax:tool_call><invoke name="add">',
+        "<|channel|>analysis<|message|>",
+    ),
+    *("[add(a=[", "<|start|>", "<|tool_call>call:add{", "<tool_call>add<arg_key>"),
+)
+
+
 @pytest.mark.parametrize("name", [name for name in BY_NAME])
 @pytest.mark.parametrize(
-    "unit", ["<tool_call>{", "[TOOL_CALLS][{", '{"name": "', "<|python_tag|>", "{" * 8, '"\\', "[[[ "]
+    "unit", ["<tool_call>{", "[TOOL_CALLS][{", *UNITS, '{"name": "', "<|python_tag|>", "{" * 8, '"\\', "[[[ "]
 )
 def test_parsers_take_time_in_proportion(name: str, unit: str) -> None:
     """What a model writes may be the worst there is for a parser, such as CVE-2025-48887's for a regular expression."""

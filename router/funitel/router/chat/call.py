@@ -41,6 +41,7 @@ class Tool:
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None  # None: takes no arguments
+    strict: bool = False  # calls follow `parameters` even where the model may answer freely
 
 
 class ToolMode(Enum):
@@ -82,6 +83,7 @@ class ChatCall:
     sampling: SamplingRequest = field(default_factory=SamplingRequest)
     n: int = 1
     reasoning_effort: str | None = None
+    thinking_budget: int | None = None  # most tokens of thoughts; the block is closed then
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     wants_token_ids: bool = False  # as parts of the answer

@@ -19,7 +19,6 @@ from funitel.router.chat.parts import (
     ToolCallStart,
 )
 from funitel.router.chat.prompt import ChatPrompt
-from funitel.router.chat.reasoning_parser import ReasoningParser
 from funitel.router.chat.transcript import Transcript
 from funitel.router.serving.prepare import GenerationJob
 
@@ -124,14 +123,21 @@ class Choice:
 
 
 def _parsers(prompt: ChatPrompt) -> tuple[Parser | None, Parser | None]:
-    names = {tool.name for tool in prompt.tools}
-    reasoning = ReasoningParser(prompt.reasoning, is_open=prompt.is_thinking) if prompt.reasoning else None
-    return reasoning, prompt.tool_format.parser(names) if prompt.tool_format else None
+    tools = {tool.name: tool.parameters for tool in prompt.tools}
+    reasoning, calls = prompt.reasoning, prompt.tool_format
+    if reasoning is not None and reasoning.has_channels and calls is not None and calls.has_channels:
+        return reasoning.parser(tools, is_open=False), None
+    return (
+        reasoning.parser(is_open=prompt.is_thinking) if reasoning else None,
+        calls.parser(tools) if calls else None,
+    )
 
 
 def _markers(prompt: ChatPrompt) -> tuple[str, ...]:
-    reasoning = (prompt.reasoning.opening, prompt.reasoning.closing) if prompt.reasoning else ()
-    return (*reasoning, *(prompt.tool_format.markers if prompt.tool_format else ()))
+    return (
+        *(prompt.reasoning.markers if prompt.reasoning else ()),
+        *(prompt.tool_format.markers if prompt.tool_format else ()),
+    )
 
 
 def _parsed(parser: Parser | None, pieces: Iterable[Piece], is_last: bool) -> Iterator[Piece]:

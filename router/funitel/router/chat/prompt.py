@@ -12,6 +12,7 @@ from typing import Any
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import GrammarType
+from funitel.router.chat.auto_grammar import Calls, Thoughts, auto_grammar
 from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolMode
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from funitel.router.chat.tool_formats import BY_NAME, TOOL_FORMATS, ToolFormat, call_or_answer, detect_tool_format
@@ -26,11 +27,12 @@ TOOL_PROMPT = (
     "You may call the functions above. To call one, answer with nothing but a JSON object of its name and its "
     'arguments: {"name": "...", "arguments": {...}}'
 )
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's, and one of other families
 _RESERVED = ("messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token")
 # What an answer may contain where it was not parsed, and so a message of the assistant.
 _ANSWER_MARKERS = (
-    *(marker for known in REASONING_FORMATS.values() for marker in (known.opening, known.closing)),
-    *(marker for known in TOOL_FORMATS for marker in known.markers),
+    *(marker for known in REASONING_FORMATS.values() if not known.has_channels for marker in known.markers),
+    *(marker for known in TOOL_FORMATS if not known.has_channels for marker in known.markers),
 )
 
 
@@ -87,12 +89,20 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     )
     text = rendered.text
     reasoning = _reasoning_format(service, template)
+    if call.thinking_budget is not None and reasoning is None:
+        raise BrokenRule(
+            "thinking_budget", "`$thinking_budget` is not supported: the model's template marks no reasoning"
+        )
     is_thinking = reasoning is not None and _is_thinking(reasoning, call, text)
-    if reasoning is not None and is_thinking and grammar is not None:  # a grammar leaves no room for thoughts
-        text = f"{text.rstrip()}\n\n{reasoning.closing}\n\n"
+    if reasoning is not None and (grammar is not None or call.thinking_budget == 0):  # no room for thoughts
+        text = reasoning.without_thoughts(text, is_thinking=is_thinking)
         is_thinking = False
     if tools and tool_format is None:
         tool_format = _tool_format(service, template, knows_tools)
+    if grammar is None:
+        thoughts = None if reasoning is None else Thoughts(reasoning, is_thinking, call.thinking_budget or None)
+        calls = Calls(tool_format, tools, call.allows_several_calls, template) if tool_format is not None else None
+        grammar = await _auto_grammar(service, calls, thoughts)
     return ChatPrompt(text, rendered.plain, tools, grammar, tool_format, reasoning, is_thinking)
 
 
@@ -100,6 +110,16 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
 def _knows_tools(template: str) -> bool:
     """Whether a template has a variable `tools`: a search of a long one takes a millisecond."""
     return re.search(r"\btools\b", template) is not None
+
+
+async def _auto_grammar(service: Service, calls: Calls | None, thoughts: Thoughts | None) -> Grammar | None:
+    """The grammar of a free answer, where strict tools or a budget of thoughts ask for one."""
+    is_strict = calls is not None and any(tool.strict for tool in calls.tools)
+    has_budget = thoughts is not None and thoughts.budget is not None
+    if service.settings.disable_grammar_support or not (is_strict or has_budget):
+        return None
+    markers = (*(calls.format.markers if calls else ()), *(thoughts.format.markers if thoughts else ()))
+    return await asyncio.to_thread(auto_grammar, calls, thoughts, service.tokenizer.special_ids(markers))
 
 
 async def _constrained(call: ChatCall, tools: tuple[Tool, ...]) -> tuple[Grammar | None, ToolFormat | None]:
@@ -193,11 +213,14 @@ def _template_variables(call: ChatCall, template: str) -> Mapping[str, Any]:
     variables = dict(call.template_variables)
     if call.reasoning_effort is None:
         return variables
+    if call.reasoning_effort not in EFFORTS:
+        words = ", ".join(f"`{effort}`" for effort in EFFORTS)
+        raise BrokenRule("reasoning_effort", f"`$reasoning_effort` must be one of {words}", repr(call.reasoning_effort))
     if "reasoning_effort" in template:
         variables.setdefault("reasoning_effort", call.reasoning_effort)
-    elif "enable_thinking" in template:
+    if "enable_thinking" in template:
         variables.setdefault("enable_thinking", call.reasoning_effort != "none")
-    elif call.reasoning_effort != "none":
+    elif call.reasoning_effort != "none" and "reasoning_effort" not in template:
         raise BrokenRule("reasoning_effort", "`$reasoning_effort` is not supported: the model's template knows none")
     return variables
 

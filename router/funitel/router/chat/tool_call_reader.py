@@ -281,17 +281,33 @@ class CallListReader:
         return pieces
 
 
-class NamedCallReader:
-    """`NAME[ARGS]{...}` or `NAME{...}`, as newer Mistral models write; an id may stand between."""
+def mistral_name(head: str) -> str:
+    """The name in `NAME[ARGS]`, `NAME` or `NAME[CALL_ID]ID[ARGS]`."""
+    return head.partition("[ARGS]")[0].partition("[CALL_ID]")[0]
 
-    ARGS = "[ARGS]"
-    CALL_ID = "[CALL_ID]"
+
+def deepseek_name(head: str) -> str:
+    """The name in `function<separator>NAME` before a fence, as of DeepSeek V3, or in `NAME<separator>` as of V3.1."""
+    before, _, after = head.partition("<\uff5ctool\u2581sep\uff5c>")
+    return after.partition("```")[0].strip() or before
+
+
+def kimi_name(head: str) -> str:
+    """The name in `functions.NAME:NUMBER<|tool_call_argument_begin|>`."""
+    name = head.partition("<|tool_call_argument_begin|>")[0].strip()
+    return re.sub(r":\d+$", "", name).removeprefix("functions.")
+
+
+class NamedCallReader:
+    """`NAME{...}`, as many models write; `name_of` finds the name in what stands before the arguments."""
+
     MAX_HEAD = 256  # characters; a longer one is no name
 
-    def __init__(self, accepts: Accepts) -> None:
+    def __init__(self, accepts: Accepts, name_of: Callable[[str], str] = mistral_name) -> None:
         self.is_done = False
         self.is_broken = False
         self._accepts = accepts
+        self._name_of = name_of
         self._head = ""
         self._value: _Value | None = None
         self._out: list[Piece] = []
@@ -303,7 +319,7 @@ class NamedCallReader:
             self.is_broken = len(self._head) > self.MAX_HEAD
             return
         if self._value is None:
-            name = self._head.partition(self.ARGS)[0].partition(self.CALL_ID)[0].strip()
+            name = self._name_of(self._head).strip()
             if not name or any(space in name for space in SPACE) or not self._accepts(name):
                 self.is_broken = True
                 return
@@ -317,6 +333,39 @@ class NamedCallReader:
         """Return what is known since the last time."""
         pieces, self._out = self._out, []
         return pieces
+
+
+class Scanner(Protocol):
+    """Takes the characters of calls that can be read only once they are whole."""
+
+    is_done: bool
+    is_broken: bool
+    calls: list[tuple[str, str]]  # once done: names, and arguments as JSON text
+
+    def feed(self, character: str) -> None:
+        """Take the next character; not called any more once done or broken."""
+
+
+class ScannedReader:
+    """Reads what a scanner scans; there are no pieces before its end."""
+
+    def __init__(self, scanner: Scanner) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self._scanner = scanner
+
+    def feed(self, character: str) -> None:
+        """Take the next character."""
+        self._scanner.feed(character)
+        self.is_done, self.is_broken = self._scanner.is_done, self._scanner.is_broken
+
+    def take(self) -> list[Piece]:
+        """Return every call, once the scanner is done."""
+        if not self.is_done:
+            return []
+        return [
+            piece for name, arguments in self._scanner.calls for piece in (CallStart(name), CallArguments(arguments))
+        ]
 
 
 def _decoded(text: str) -> str | None:

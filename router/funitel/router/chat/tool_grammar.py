@@ -16,6 +16,7 @@ from funitel.router.chat.call import Tool
 from funitel.router.chat.tool_call_reader import ARGUMENT_KEYS, NAME_KEYS, CallKeys
 from funitel.router.core.grammar import Grammar
 
+DEFAULT_KEYS = CallKeys()
 MAX_CALLS = 16  # in one answer; an array without end would only ever be cut off
 
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -24,14 +25,14 @@ _CLOSING = ("properties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def forced_calls(tools: Sequence[Tool], *, parallel: bool) -> Grammar:
+def forced_calls(tools: Sequence[Tool], *, parallel: bool, keys: CallKeys = DEFAULT_KEYS) -> Grammar:
     """Return the grammar of one call of any of some tools, or, where `parallel` calls are allowed, of several.
 
     Raises:
         ToolError: the parameters of a tool are not the schema of an object.
     """
     definitions = _definitions(tools)
-    cases = _calls(tools, CallKeys(), definitions, parallel=parallel)
+    cases = _calls(tools, keys, definitions, parallel=parallel)
     return _grammar(cases, definitions)
 
 

@@ -11,8 +11,22 @@ from funitel.proto.settings.fields import check_bounds, require, setting
 from funitel.proto.settings.listen_address import EVERY_ADDRESS, LOOPBACK, is_loopback
 from funitel.proto.settings.variables import PREFIX, STRAY_KEY, variable_of_value
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
-REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
+TOOL_CALL_PARSERS = (
+    *(
+        "auto",
+        "harmony",
+        "deepseek_v32",
+        "deepseek_v3",
+        "deepseek_v31",
+        "kimi_k2",
+        "minimax_m2",
+        "qwen3_coder",
+        "glm45",
+    ),
+    *("gemma4", "functiongemma", "granite", "hermes", "mistral", "lfm2", "olmo3", "pythonic", "llama3_json"),
+    *("gemma_code", "json"),
+)
+REASONING_PARSERS = ("auto", "none", "harmony", "think", "mistral", "seed", "gemma4")
 MAX_GB_S = 1_000_000  # a petabyte a second: more than any memory
 MAX_TIMEOUT_SECONDS = 86_400  # a day
 MAX_TARGET_ITL_MS = 600_000  # ten minutes

@@ -193,6 +193,17 @@ class Tokenizer:
         """Return tokens as the vocabulary spells them; "" for one that it does not have."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
 
+    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Return the ids of those texts that are tokens of their own, which grammars name by number.
+
+        To llguidance, which reads grammars, an added token is one if it is special or written between `<` and `>`.
+        """
+        return {
+            token.content: token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.content in texts and (token.special or (token.content[:1] == "<" and token.content[-1:] == ">"))
+        }
+
     def template_source(self, *, with_tools: bool) -> str:
         """Text of the chat template, of the one for chats with tools if there is such; empty when there is none."""
         if self._renderer is None:

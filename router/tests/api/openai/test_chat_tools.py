@@ -609,3 +609,113 @@ async def test_arguments_written_as_text_with_half_a_character(serve: Serve, str
         assert answer.status_code == 200, answer.text
         assert r"{\"city\": \"" + "\N{REPLACEMENT CHARACTER}Paris\N{GRINNING FACE}" in answer.text
         assert "internal error" not in answer.text
+
+
+# Strict tools in free answers, and budgets of thoughts
+
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+HARMONY = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|>analysis #}"
+)
+
+
+async def test_a_strict_tool_constrains_calls_in_a_free_answer(
+    serve: Serve, hermes: Path, tokenizer: LLTokenizer
+) -> None:
+    engine = writes(f"Sure.\n<tool_call>\n{CALL}\n</tool_call>")
+    async with serve(engine) as client:
+        answer = await whole(client, tools=[STRICT, NOW])
+        await whole(client, tools=[WEATHER, NOW])
+        await whole(client, tools=[STRICT], tool_choice="none")
+    assert (answer["message"]["content"], calls_of(answer)) == ("Sure.", [("weather", '{"city": "Paris"}')])
+    strict, free, none = (request.sampling for request in engine.requests)
+    assert strict.grammar_type is GrammarType.LARK
+    assert not free.grammar
+    assert not none.grammar
+    matcher = compile_grammar(GrammarType.LARK, strict.grammar, tokenizer)
+    for text, is_allowed in (
+        ("It is {nice}.", True),
+        (f"Hm.\n<tool_call>\n{CALL}\n</tool_call>", True),
+        (f"<tool_call>{BAD_CALL}</tool_call>", False),
+        (f"<tool_call>{NOW_CALL}</tool_call>", True),
+    ):
+        trial, ids = matcher.deep_copy(), tokenizer.tokenize_str(text)
+        assert (trial.try_consume_tokens(ids) == len(ids) and trial.is_accepting()) is is_allowed, text
+
+
+@pytest.mark.usefixtures("hermes")
+async def test_without_grammars_strict_tools_and_budgets_have_no_effect(serve: Serve) -> None:
+    engine = writes("Sure.")
+    async with serve(engine, disable_grammar_support=True) as client:
+        await whole(client, tools=[STRICT])
+    assert not engine.requests[0].sampling.grammar
+
+
+@pytest.mark.usefixtures("hermes")
+async def test_a_strict_schema_that_cannot_be_kept_is_refused(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.limits = WIDE
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    body = await refused(client, tools=[tool], max_tokens=5)
+    assert body["error"]["param"] == "tools"
+    assert "uniqueItems" in body["error"]["message"]
+
+
+@pytest.mark.usefixtures("thinking")
+async def test_a_budget_ends_the_thoughts(serve: Serve, tokenizer: LLTokenizer) -> None:
+    engine = writes("Hm\n</think>\n\nYes.")
+    async with serve(engine) as client:
+        answer = await whole(client, thinking_budget=5)
+        await whole(client, thinking_budget=0)
+        await whole(client, thinking_budget=5, response_format={"type": "json_object"})
+    assert (answer["message"]["reasoning_content"], answer["message"]["content"]) == ("Hm", "Yes.")
+    limited, closed, constrained = engine.requests
+    matcher = compile_grammar(GrammarType.LARK, limited.sampling.grammar, tokenizer)
+    assert matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_str("12345</think>Yes, and so on")) == 27
+    assert matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_str("123456")) == 5
+    assert closed.inputs.endswith("<think>\n\n</think>\n\n")
+    assert not closed.sampling.grammar
+    assert constrained.sampling.grammar_type is GrammarType.JSON
+
+
+async def test_a_budget_needs_thoughts(client: httpx.AsyncClient) -> None:
+    body = await refused(client, thinking_budget=5)
+    assert body["error"]["param"] == "thinking_budget"
+    assert "marks no reasoning" in body["error"]["message"]
+
+
+@pytest.mark.usefixtures("thinking")
+async def test_an_unknown_effort_is_refused(client: httpx.AsyncClient) -> None:
+    body = await refused(client, reasoning_effort="hard")
+    assert body["error"]["param"] == "reasoning_effort"
+    assert "`minimal`" in body["error"]["message"]
+
+
+async def test_effort_reaches_a_template_with_either_variable(serve: Serve, model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ reasoning_effort }}{{ enable_thinking }}{{ messages[0].content }}")
+    async with serve(engine := writes("Yes.")) as client:
+        await whole(client, reasoning_effort="high")
+        await whole(client, reasoning_effort="none")
+    assert [request.inputs for request in engine.requests] == ["highTrueHi", "noneFalseHi"]
+
+
+@pytest.mark.parametrize("length", [1, 4, 1000])
+async def test_channels_are_thoughts_calls_and_content(serve: Serve, model: Path, length: int) -> None:
+    (model / "chat_template.jinja").write_text(HARMONY)
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}'
+        "<|call|>"
+    )
+    async with serve(writes(text, length)) as client:
+        for answer in (await whole(client, tools=[WEATHER]), await streamed(client, tools=[WEATHER])):
+            assert answer["message"]["reasoning_content"] == "Hm."
+            assert answer["message"]["content"] == "Let me look."
+            assert calls_of(answer) == [("weather", '{"city": "Paris"}')]
+            assert answer["finish_reason"] == "tool_calls"
+    async with serve(engine := writes(CALL, length)) as client:
+        answer = await whole(client, tools=[WEATHER], tool_choice="required")
+    assert calls_of(answer) == [("weather", '{"city": "Paris"}')]
+    assert engine.requests[0].inputs.endswith("<|start|>assistant<|channel|>final<|message|>")

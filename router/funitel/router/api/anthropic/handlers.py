@@ -34,6 +34,7 @@ FIELDS = {
     "stop": "stop_sequences",
     "grammar": "output_config.format",
     "response_format": "output_config.format",
+    "thinking_budget": "thinking",
 }
 
 

@@ -139,7 +139,9 @@ class Tool(Body):
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="JSON schema of the input, an object.")
-    strict: bool | None = Field(default=None, description="Accepted: a call that is forced always fits its schema.")
+    strict: bool | None = Field(
+        default=None, description="Input follows the schema; that of a forced call does in any case."
+    )
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = Field(default=None, description="Accepted: input is always streamed.")
     allowed_callers: list[Literal["direct"]] | None = None

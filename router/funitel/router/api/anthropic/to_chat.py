@@ -45,6 +45,7 @@ def chat_call(body: CountTokensRequest, sampling: SamplingRequest | None = None)
         parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", False),
         grammar=_grammar(body),
         sampling=sampling or SamplingRequest(),
+        thinking_budget=_thinking_budget(body),
         template_variables={"enable_thinking": isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)},
     )
 
@@ -70,6 +71,13 @@ def sampling_of(body: MessagesRequest) -> SamplingRequest:
     )
 
 
+def _thinking_budget(body: CountTokensRequest) -> int | None:
+    """Tokens to think with, where an answer is asked for."""
+    if isinstance(body, MessagesRequest) and isinstance(body.thinking, ThinkingEnabled):
+        return body.thinking.budget_tokens
+    return None
+
+
 def _grammar(body: CountTokensRequest) -> Grammar | None:
     if body.output_config is None or body.output_config.format is None:
         return None
@@ -77,7 +85,7 @@ def _grammar(body: CountTokensRequest) -> Grammar | None:
 
 
 def _tool(tool: BodyTool) -> Tool:
-    return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=bool(tool.strict))
 
 
 def _named_tools(body: CountTokensRequest) -> set[str]:

@@ -46,6 +46,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = Field(default=None, description="Whether an answer may have several calls.")
     tool_prompt: str | None = Field(default=None, description="TGI's: what the model is told of the tools.")
     reasoning_effort: str | None = Field(default=None, description="Where the model's template knows it.")
+    thinking_budget: U32 | None = Field(default=None, description="Most tokens of reasoning; 0 for none.")
     include_reasoning: bool | None = Field(default=None, description="False leaves reasoning out of the answer.")
     continue_final_message: bool | None = Field(
         default=None, description="Whether to go on with the last message; by default if it is the assistant's."
@@ -112,6 +113,7 @@ class ChatRequest(SamplingFields):
             ),
             n=self.n or 1,
             reasoning_effort=self.reasoning_effort,
+            thinking_budget=self.thinking_budget,
             continue_final_message=self.continue_final_message,
             add_generation_prompt=self.add_generation_prompt,
             add_special_tokens=bool(self.add_special_tokens),

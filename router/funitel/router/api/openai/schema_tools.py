@@ -21,13 +21,13 @@ class FunctionDefinition(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
     arguments: dict[str, Any] | None = Field(default=None, description="TGI's name of `parameters`.")
-    strict: bool | None = Field(default=None, description="Constrained calls follow the schema in any case.")
+    strict: bool | None = Field(default=None, description="Calls follow the schema; forced ones do in any case.")
 
     @property
     def tool(self) -> Tool:
         """The function in the words of the chat core."""
         parameters = self.arguments if self.parameters is None else self.parameters
-        return Tool(name=self.name, description=self.description, parameters=parameters)
+        return Tool(name=self.name, description=self.description, parameters=parameters, strict=bool(self.strict))
 
 
 class ToolDefinition(Body):

@@ -16,7 +16,7 @@ SAMPLING: dict[str, Unsupported] = {
     "media_io_kwargs": Unsupported("prompts are text"),
     "watermarking": Unsupported("use `watermark` of `/generate`"),
     "repetition_detection": Unsupported("use `repetition_penalty`"),
-    "thinking_token_budget": Unsupported("reasoning has no limit of its own; use `max_tokens`", (*NOTHING, -1)),
+    "thinking_token_budget": Unsupported("use `thinking_budget` of chats", (*NOTHING, -1)),
     "kv_transfer_params": Unsupported("each replica computes its own prompts"),
     "return_tokens_as_token_ids": Unsupported("use `return_token_ids`"),
     # Those of llama.cpp, SGLang and others.

@@ -166,7 +166,7 @@ class FunctionTool(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
-    strict: bool | None = Field(default=None, description="Constrained calls follow the schema in any case.")
+    strict: bool | None = Field(default=None, description="Calls follow the schema; forced ones do in any case.")
     defer_loading: bool | None = Field(default=None, description="Accepted: the model is shown every function at once.")
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = Field(default=None, description="Accepted; the model is not shown it.")

@@ -153,12 +153,14 @@ def _shown_tools(body: InputTokensRequest) -> Iterator[Tool]:
     for tool in body.tools or ():
         match tool:
             case FunctionTool():
-                yield Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
+                yield Tool(
+                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict)
+                )
             case NamespaceTool(name=namespace, description=words, tools=functions):
                 for each in functions:
                     description = "\n".join(filter(None, (words, each.description))) or None
                     name = qualified(namespace, each.name)
-                    yield Tool(name=name, description=description, parameters=each.parameters)
+                    yield Tool(name=name, description=description, parameters=each.parameters, strict=bool(each.strict))
 
 
 def qualified(namespace: str | None, name: str) -> str:
