@@ -208,6 +208,7 @@ def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
     if shares:
         parts = (f"{name}: {100 * max(shares[name]):.0f} %" for name in WORKLOADS if name in shares)
         yield f"The load generator's largest share of a core, by workload: {'; '.join(parts)}."
+        yield ""  # a list that follows a line is part of it on some sites
     for _, pair in groupby(cells, key=lambda cell: cell.pair):
         of_pair = list(pair)
         options = {
