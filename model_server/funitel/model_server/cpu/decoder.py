@@ -61,7 +61,6 @@ class FusedDecoder:
             activations=activations,
         )
         self._engine = self.program.engine
-        self._kv_kind = tier.kv_kind(spec, block_size, activations)
         self._parallel = parallel
         if isinstance(parallel, SharedMemoryRanks):
             self._engine.join(parallel)
@@ -84,7 +83,7 @@ class FusedDecoder:
     @property
     def kv_dtype(self) -> torch.dtype:
         """Precision the pool must have."""
-        return KV_DTYPES[self._kv_kind]
+        return KV_DTYPES[self.program.kv_kind]
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""

@@ -29,7 +29,7 @@ class Program:
     """This rank's share of a model as an engine's program. Takes every tensor of `weights` and refuses leftovers.
 
     `held_bytes`, `sharded_bytes` and `total_sharded_bytes` are those of `Weights`, of what the engine keeps. `kinds`
-    says how each matrix but routers is kept, by the names of its layers.
+    says how each matrix but routers is kept, by the names of its layers; `kv_kind` how keys and values are.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Program:
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._operations: list[NativeOperation] = []
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
+        self.kv_kind = tier.kv_kind(spec, block_size, activations)
         self.engine = NativeEngine(library, self._shape(block_size, num_threads, activations))
         self._matrices = Matrices(spec, weights, parallel, tier, self.engine)
         weights.takes_blocks = tier.takes_blocks
@@ -94,7 +95,7 @@ class Program:
             intermediate_size=units[1] - units[0],
             num_layers=spec.num_layers,
             block_size=block_size,
-            kv_kind=self._tier.kv_kind(spec, block_size, activations),
+            kv_kind=self.kv_kind,
             num_threads=num_threads,
             level_bits=8 * activations,
             latent_rank=0 if latent is None else latent.rank,

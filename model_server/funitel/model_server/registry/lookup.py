@@ -41,6 +41,7 @@ def _experts(count: int, chosen: int | None = None, size: int | None = None) -> 
 
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA2 = {"head_dim": 256, "query_pre_attn_scalar": 256}
+_GEMMA2_CAPPED = _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-7,
@@ -101,12 +102,8 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "Qwen2ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN,
     "Qwen3ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN | {"head_dim": 128},
     "GemmaForCausalLM": _sizes(256000, 3072, 24576, 28, 16, 8192, 16) | {"head_dim": 256},
-    "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
-    | _GEMMA2
-    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "VaultGemmaForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
-    | _GEMMA2
-    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4) | _GEMMA2_CAPPED,
+    "VaultGemmaForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4) | _GEMMA2_CAPPED,
     "Gemma3ForCausalLM": _sizes(262208, 2304, 9216, 26, 8, 131072, 4) | _GEMMA2,
     "PhiForCausalLM": _sizes(51200, 2048, 8192, 24, 32, 2048) | {"layer_norm_eps": 1e-5},
     "Phi3ForCausalLM": _sizes(32064, 3072, 8192, 32, 32, 4096)
