@@ -24,6 +24,9 @@ KEY = "sk-walks"
 PLANNING = "StepLoop._send_steps"
 """What is called below it belongs to the next step, not to a token on its way out."""
 
+WARMING = "Tokenizer.warm_up"
+"""What a router does beside its first requests."""
+
 
 class Walk:
     """Functions of the router that ran, by module, while it was recorded."""
@@ -81,9 +84,15 @@ async def router(folder: Path) -> AsyncIterator[int]:
                 return False
 
             await eventually(is_ready, "ready")
+            await asyncio.gather(*(task for task in asyncio.all_tasks() if qualified_name(task) == WARMING))
             yield port
             server.should_exit = True
             await serving
+
+
+def qualified_name(task: "asyncio.Task[object]") -> str:
+    """The name of the function that a task runs."""
+    return str(getattr(task.get_coro(), "__qualname__", ""))
 
 
 async def ask(
