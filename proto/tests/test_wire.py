@@ -29,6 +29,7 @@ from funitel.proto.step import (
     SequenceStart,
     ShardInfo,
     ShardMemory,
+    StateSave,
     StepResult,
     StoppingParams,
     Tokens,
@@ -93,8 +94,19 @@ STARTS = st.builds(
     add_special_tokens=st.booleans(),
     adapter_id=st.none() | TEXT,
     name=TEXT,
+    state_slot=U32,
+    state_from=U32,
+    state_saves=some(st.builds(StateSave, U32, U32)),
 )
-ROWS = some(st.builds(RowUpdate, request_id=U64, blocks=some(U32), chunk_len=st.none() | U32))
+ROWS = some(
+    st.builds(
+        RowUpdate,
+        request_id=U64,
+        blocks=some(U32),
+        chunk_len=st.none() | U32,
+        state_saves=some(st.builds(StateSave, U32, U32)),
+    )
+)
 CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)
 ONE = st.builds(Tokens, st.tuples(U32), st.tuples(FLOAT), st.tuples(TEXT), st.tuples(st.booleans()) | st.just(()))
 TWO = st.builds(Tokens, *(st.tuples(each, each) for each in (U32, FLOAT, TEXT, st.booleans())))
@@ -184,6 +196,7 @@ WARMUPS = st.builds(
     kv_bytes=U64,
     total_kv_bytes=U64,
     host_blocks=U32,
+    state_slots=U32,
 )
 
 

@@ -138,6 +138,14 @@ class StoppingParams:
     ignore_eos: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """The recurrent state of a sequence after its first `position` tokens is written to a slot of the state pool."""
+
+    position: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
     """A new sequence for a shard.
@@ -163,6 +171,9 @@ class SequenceStart:
     add_special_tokens: bool = True
     adapter_id: str | None = None
     name: str = ""  # id of its request in log lines
+    state_slot: int = 0  # of its recurrent state; 0: the shard chooses, or the model has none
+    state_from: int = 0  # slot that is copied there before the step computes; 0: the state begins with zeros
+    state_saves: tuple[StateSave, ...] = ()  # in the first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +183,7 @@ class RowUpdate:
     request_id: int
     blocks: tuple[int, ...] = ()
     chunk_len: int | None = None  # None: one token if decoding; 0: no token in this step
+    state_saves: tuple[StateSave, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +375,7 @@ class WarmupLimits:
 class WarmupResult:
     """Result of Warmup: pool and limits in tokens, KV bytes of this rank and of all ranks.
 
-    `host_blocks` is the number of KV block slots in host memory.
+    `host_blocks` is the number of KV block slots in host memory, `state_slots` that of slots for recurrent states.
     """
 
     pool_tokens: int | None
@@ -372,3 +384,4 @@ class WarmupResult:
     kv_bytes: int = 0
     total_kv_bytes: int = 0
     host_blocks: int = 0
+    state_slots: int = 0

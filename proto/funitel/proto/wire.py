@@ -21,6 +21,7 @@ from funitel.proto.step import (
     SequenceStart,
     ShardInfo,
     ShardMemory,
+    StateSave,
     StepResult,
     StoppingParams,
     Tokens,
@@ -42,6 +43,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
         sequence,
         without=("request_id", "sampling", "stopping"),
         id=sequence.request_id,
+        state_saves=map(_encode_save, sequence.state_saves),
         parameters=to_message(
             pb.NextTokenChooserParameters,
             sampling,
@@ -69,6 +71,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
         message,
         request_id=message.id,
         inputs="".join(chunks) if message.HasField("input_chunks") else message.inputs,
+        state_saves=_decode_saves(message.state_saves),
         sampling=from_message(
             SamplingParams,
             sampling,
@@ -163,14 +166,33 @@ def decode_cached(message: pb.CachedBatch) -> CachedBatch:
 
 
 def _encode_row(row: RowUpdate) -> pb.RowUpdate:
-    return pb.RowUpdate(request_id=row.request_id, blocks=row.blocks, chunk_len=row.chunk_len)
+    return pb.RowUpdate(
+        request_id=row.request_id,
+        blocks=row.blocks,
+        chunk_len=row.chunk_len,
+        state_saves=map(_encode_save, row.state_saves),
+    )
 
 
 def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
     """Read the row updates of a step call."""
     return tuple(
-        RowUpdate(m.request_id, tuple(m.blocks), m.chunk_len if m.HasField("chunk_len") else None) for m in messages
+        RowUpdate(
+            m.request_id,
+            tuple(m.blocks),
+            m.chunk_len if m.HasField("chunk_len") else None,
+            _decode_saves(m.state_saves),
+        )
+        for m in messages
     )
+
+
+def _encode_save(save: StateSave) -> pb.StateSave:
+    return pb.StateSave(position=save.position, slot=save.slot)
+
+
+def _decode_saves(messages: Iterable[pb.StateSave]) -> tuple[StateSave, ...]:
+    return tuple(StateSave(message.position, message.slot) for message in messages)
 
 
 # Results, shard -> router -------------------------------------------------------------------------------------------
