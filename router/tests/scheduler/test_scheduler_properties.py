@@ -16,12 +16,14 @@ from funitel.proto.step import (
     Generation,
     SamplingParams,
     SequenceStart,
+    StateSave,
     StepResult,
     StoppingParams,
     Tokens,
 )
 from funitel.router.core.request import Request, Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler import state_checkpoints
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 
@@ -29,6 +31,7 @@ BLOCK = 4
 BUDGET = 24
 MOST_PROMPT, MOST_COMPLETION = 22, 18
 STEPS_TO_END = 3000
+DISTANCES = state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL  # of checkpoints
 
 
 @dataclass
@@ -57,6 +60,7 @@ class ShardRow:
     tokens: list[int]
     blocks: list[int]
     num_computed: int
+    state_slot: int
     has_ended: bool = False
 
 
@@ -67,9 +71,11 @@ class Shard:
     wishes: dict[int, Wish]
     rows: dict[int, ShardRow] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> token
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by slot, the tokens that made it
 
     def step(self, plan: StepPlan) -> StepResult:
         asked: dict[int, int | None] = {}
+        saves = {each.request_id: each.state_saves for each in (*plan.starts, *plan.rows)}
         for update in plan.rows:
             assert update.request_id in self.rows, "an update of a row that is not there"
             self.rows[update.request_id].blocks += update.blocks
@@ -81,7 +87,7 @@ class Shard:
         for sequence_id, count in plan.computed.items():
             assert asked.get(sequence_id, 1) in (count, None)
             assert asked.get(sequence_id) is not None or count == 1 or plan.is_alone
-        given = (self._compute(self.rows[sequence_id], count) for sequence_id, count in plan.computed.items())
+        given = (self._compute(self.rows[i], count, saves.get(i, ())) for i, count in plan.computed.items())
         return StepResult(tuple(generation for generation in given if generation is not None), None)
 
     def _enter(self, start: SequenceStart) -> ShardRow:
@@ -89,9 +95,10 @@ class Shard:
         expected = wish.outputs[: len(start.output_ids)]
         assert list(start.output_ids) == expected, "resumed with other tokens"
         tokens = [*start.input_ids, *start.output_ids]
-        return ShardRow(wish, tokens, list(start.blocks), start.cache_len)
+        self.states[start.state_slot] = self.states[start.state_from] if start.state_from else ()
+        return ShardRow(wish, tokens, list(start.blocks), start.cache_len, start.state_slot)
 
-    def _compute(self, row: ShardRow, count: int) -> Generation | None:
+    def _compute(self, row: ShardRow, count: int, saves: tuple[StateSave, ...]) -> Generation | None:
         if row.has_ended:
             return None
         end = row.num_computed + count
@@ -102,6 +109,13 @@ class Shard:
         for position in range(end):
             found = self.memory[row.blocks[position // BLOCK], position % BLOCK]
             assert found == row.tokens[position], "another's content"
+        if row.state_slot:
+            state = self.states[row.state_slot]
+            assert state == tuple(row.tokens[: row.num_computed]), "another's state"
+            self.states[row.state_slot] = tuple(row.tokens[:end])
+        for save in saves:
+            assert row.num_computed < save.position <= end, "a state of tokens that are not computed now"
+            self.states[save.slot] = tuple(row.tokens[: save.position])
         row.num_computed = end
         if end < len(row.tokens) or count == 0:
             return None
@@ -129,10 +143,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_chunked=st.sampled_from([True, True, True, False]),
         has_prefix_cache=st.booleans(),
         most_steps=st.sampled_from([1, 2, 2]),
+        state_slots=st.sampled_from([0, 0, 1, 3, 8, 30]),
     )
     def begin(
-        self, num_blocks: int, max_batch_size: int | None, is_chunked: bool, has_prefix_cache: bool, most_steps: int
+        self,
+        num_blocks: int,
+        max_batch_size: int | None,
+        is_chunked: bool,
+        has_prefix_cache: bool,
+        most_steps: int,
+        state_slots: int,
     ) -> None:
+        state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL = 3, 8
         policy = SchedulerPolicy(
             max_batch_prefill_tokens=BUDGET if is_chunked else MOST_PROMPT + MOST_COMPLETION,
             max_batch_size=max_batch_size,
@@ -140,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             has_prefix_cache=has_prefix_cache,
         )
         self.most_steps = most_steps  # in flight at once
-        self.scheduler = Scheduler(policy, BlockPool(num_blocks, BLOCK))
+        self.scheduler = Scheduler(policy, BlockPool(num_blocks, BLOCK, state_slots=state_slots))
         self.wishes: dict[int, Wish] = {}
         self.shard = Shard(self.wishes)
         self.live: dict[int, Wish] = {}
@@ -248,6 +270,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(not sequence.blocks for sequence in self.scheduler.waiting)
         self._check_sharing(owners)
 
+    @invariant()
+    def every_state_slot_is_accounted_for(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        states, rows = self.scheduler.blocks.states, [each.state for each in self.scheduler.running.values()]
+        if not states.num_slots:
+            assert rows == [None] * len(rows)
+            return
+        held = [row.slot for row in rows if row] + [save.slot for row in rows if row for save in row.saves]
+        every = [*held, *states._free, *states._cached.values()]
+        assert sorted(every) == list(range(1, states.num_slots + 1))
+        assert states.num_used == len(held)
+        assert all(sequence.state is None for sequence in self.scheduler.waiting)
+
     def _check_sharing(self, owners: Counter[int]) -> None:
         """A block with two owners is full, computed by both, and begins both in the same way."""
         begins: dict[int, tuple[int, ...]] = {}
@@ -283,6 +319,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             found = self.scheduler.blocks.match(sequence.block_key(i, BLOCK) for i in range(len(known) // BLOCK))
             for position in range(len(found) * BLOCK):
                 assert self.shard.memory[found[position // BLOCK], position % BLOCK] == known[position]
+            states = self.scheduler.blocks.states
+            for i in range(len(known) // BLOCK):
+                slot = states._cached.get(sequence.block_key(i, BLOCK))
+                assert slot is None or self.shard.states[slot] == known[: (i + 1) * BLOCK]
 
     @invariant()
     def outputs_are_what_the_model_said_in_order(self) -> None:
@@ -292,6 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Nothing more comes: every request that was let in ends, with all it should say, and the pool is empty."""
+        state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL = DISTANCES
         if not hasattr(self, "scheduler"):
             return
         for _ in range(STEPS_TO_END):
@@ -304,6 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.scheduler.blocks.num_used == 0
+        assert self.scheduler.blocks.states.num_used == 0
         for number, outputs in self.ended.items():
             assert outputs == self.wishes[number].outputs
 

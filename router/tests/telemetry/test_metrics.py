@@ -59,6 +59,7 @@ OURS = {
     "funitel_cancelled_total": "counter",
     "funitel_responses_total": "counter",
     "funitel_preempted_total": "counter",
+    "funitel_state_slots": "gauge",
     "funitel_recomputed_tokens_total": "counter",
     "funitel_queue_preempted": "gauge",
     "funitel_queue_tokens": "gauge",

@@ -4,7 +4,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field, replace
 
-from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.proto.step import SamplingParams, StateSave, StoppingParams
 
 DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
 MAX_PRIORITY = 100  # and -100 is the least
@@ -43,6 +43,18 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
+class StateRow:
+    """Slots that a running sequence of a model with recurrent layers has in the state pool."""
+
+    slot: int  # of its working state
+    source: int = 0  # slot that was copied there when it entered; 0: it began with zeros
+    num_known: int = 0  # tokens that were known when it entered
+    borders: tuple[int, ...] = ()  # numbers of these tokens after which its state is saved, in order
+    saves: list[StateSave] = field(default_factory=list)  # of steps that are not committed, in order
+    latest: bytes | None = None  # key of the last checkpoint of its completion
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One growing list of tokens: waiting, running or finished. KV is computed for its first `num_computed` tokens.
 
@@ -65,6 +77,7 @@ class Sequence:
     is_broken: bool = False  # its scores were not finite: it has ended
     num_plain_steps: int = 0  # in which it certainly computes a token, needs no block and does not end
     num_opening: int = 0  # tokens that the shards add after the prompt
+    state: StateRow | None = None  # while it runs, of a model with recurrent layers
     num_prompt: int = field(init=False)  # tokens before the completion
     _block_keys: list[bytes] = field(default_factory=list)
 
@@ -110,7 +123,14 @@ class Sequence:
         """Copy the sequence with nothing computed, for another replica."""
         repeated = self.num_repeated + self.num_computed
         return replace(
-            self, blocks=[], in_flight=[], num_computed=0, num_cached=0, num_repeated=repeated, num_plain_steps=0
+            self,
+            blocks=[],
+            in_flight=[],
+            num_computed=0,
+            num_cached=0,
+            num_repeated=repeated,
+            num_plain_steps=0,
+            state=None,
         )
 
     def block_key(self, index: int, block_size: int) -> bytes:

@@ -28,6 +28,7 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
     """Whether a replica that holds nothing computes a prompt of one token; it holds nothing afterwards."""
     num_tokens = 1 + replica.info.num_opening_tokens
     lent = blocks.allocate(blocks.blocks_for(num_tokens))
+    lent_state = blocks.states.allocate()
     start = SequenceStart(
         request_id=SOUNDNESS_STEP_ID,
         sampling=SamplingParams(),
@@ -35,6 +36,7 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
         input_ids=(0,),
         blocks=lent,
         chunk_len=num_tokens,
+        state_slot=lent_state or 0,
     )
     load = StepLoad()
     load.add_chunk(0, num_tokens)
@@ -47,6 +49,8 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
         return False
     finally:
         blocks.free(lent)
+        if lent_state is not None:
+            blocks.states.release(lent_state)
     return True
 
 

@@ -61,6 +61,16 @@ class Pool(BaseModel):
     preempted: int
 
 
+class StatePool(BaseModel):
+    """The slots of recurrent states; `cached` ones are among the free."""
+
+    slots: int
+    used: int
+    free: int
+    cached: int
+    evicted: int
+
+
 class Step(BaseModel):
     """A step that was answered; what it was predicted to take is 0 where nothing was known."""
 
@@ -85,6 +95,7 @@ class ReplicaState(BaseModel):
     waiting: list[WaitingRequest]
     running: list[RunningRequest]
     pool: Pool
+    states: StatePool | None
     steps: list[Step]
 
 
@@ -137,6 +148,7 @@ class EngineView:
             waiting=self._waiting(now),
             running=[self._running(each, now) for each in islice(scheduler.running.values(), MAX_SHOWN)],
             pool=self._pool(),
+            states=self._states(),
             steps=[_step(each, now) for each in self.past],
         )
 
@@ -187,6 +199,18 @@ class EngineView:
             cached=blocks.num_cached,
             evicted=blocks.num_evicted,
             preempted=self.scheduler.num_preempted,
+        )
+
+    def _states(self) -> StatePool | None:
+        states = self.scheduler.blocks.states
+        if not states.num_slots:
+            return None
+        return StatePool(
+            slots=states.num_slots,
+            used=states.num_used,
+            free=states.num_free,
+            cached=states.num_cached,
+            evicted=states.num_evicted,
         )
 
 

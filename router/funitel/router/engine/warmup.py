@@ -78,7 +78,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
     host_blocks = min(result.host_blocks for result in results)
-    scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, host_blocks))
+    state_slots = min(result.state_slots for result in results)
+    scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, host_blocks, state_slots))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1

@@ -15,6 +15,7 @@ from funitel.router.scheduler.cost.chunk_budget import ChunkBudget
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy
+from funitel.router.scheduler.state_checkpoints import StateCheckpoints
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 # An entering sequence leaves a block free for each running one, else it would soon be preempted again; but at most this
@@ -27,10 +28,14 @@ MAX_URGENT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The cached prefix of a sequence: published blocks, then content that the host tier holds, by its keys."""
+    """The cached prefix of a sequence: published blocks, then content that the host tier holds, by its keys.
+
+    With recurrent layers it ends at a checkpoint of the state, and `num_matched` blocks are cached in all.
+    """
 
     blocks: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
+    num_matched: int = 0
 
     def __len__(self) -> int:
         """Count the blocks that need not be computed."""
@@ -48,8 +53,10 @@ class PrefillPlanner:
         waiting: WaitingQueue,
         running: RunningSet,
         bisector: FaultBisector,
+        checkpoints: StateCheckpoints,
     ) -> None:
         self._policy = policy
+        self._checkpoints = checkpoints
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._shares = shares
@@ -81,7 +88,9 @@ class PrefillPlanner:
         count = (sequence.num_known - 1) // size
         blocks = self._blocks.match(sequence.block_key(i, size) for i in range(count))
         keys = self._blocks.match_host(sequence.block_key(i, size) for i in range(len(blocks), count))
-        return Prefix(blocks, keys)
+        num_matched = len(blocks) + len(keys)
+        usable = self._checkpoints.usable_blocks(sequence, num_matched)
+        return Prefix(blocks[:usable], keys[: max(0, usable - len(blocks))], num_matched)
 
     def cached_prefix_len(self, sequence: Sequence) -> int:
         """Return the tokens of the cached prefix of a sequence, which need not be here."""
@@ -95,6 +104,9 @@ class PrefillPlanner:
         size = self._block_size
         if not self.may_share(sequence) or (index + 1) * size >= sequence.num_known:
             return False
+        if self._checkpoints.is_used:
+            running = self._running.not_plain.values()
+            return any(self._checkpoints.is_expected(sequence, index, other) for other in running)
         key = sequence.block_key(index, size)
         return any(
             other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
@@ -117,7 +129,8 @@ class PrefillPlanner:
     def has_slots(self, count: int = 1) -> bool:
         """Whether so many more sequences may run."""
         bounds = (self._policy.max_batch_size, self._bisector.max_sequences)
-        return all(bound is None or len(self._running.by_id) + count <= bound for bound in bounds)
+        is_within = all(bound is None or len(self._running.by_id) + count <= bound for bound in bounds)
+        return is_within and self._checkpoints.has_slots(count)
 
     def has_blocks(self, needed: int, prefix: Prefix) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for running sequences."""
@@ -147,6 +160,7 @@ class PrefillPlanner:
         sequence.num_computed = sequence.num_cached = len(prefix) * self._block_size
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
         sequence.was_started = True
+        self._checkpoints.enter(sequence, prefix.num_matched)
         self._running.enter(sequence)
 
     def to_start(self, sequence: Sequence, count: int) -> SequenceStart:
@@ -154,6 +168,7 @@ class PrefillPlanner:
         request, size = sequence.request, self._block_size
         is_plain = self._policy.is_plain
         num_slots = self._admission_tokens(sequence) if is_plain else 0
+        state = sequence.state
         return SequenceStart(
             request_id=sequence.id,
             sampling=request.sampling,
@@ -171,6 +186,9 @@ class PrefillPlanner:
             truncate=len(request.input_ids) if is_plain else 0,
             add_special_tokens=request.add_special_tokens,
             name="" if is_plain else request.request_id,
+            state_slot=0 if state is None else state.slot,
+            state_from=0 if state is None else state.source,
+            state_saves=self._checkpoints.save(sequence, sequence.num_cached, sequence.num_cached + count),
         )
 
     # Spending -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from math import inf
 
-from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
+from funitel.proto.step import Generation, RowUpdate, SequenceStart, StateSave, StepResult
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
@@ -30,6 +30,7 @@ from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.preemption import PreemptionPolicy
 from funitel.router.scheduler.prefill import PrefillPlanner
+from funitel.router.scheduler.state_checkpoints import StateCheckpoints
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 
@@ -43,10 +44,13 @@ class Scheduler:
         self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
         self.num_preempted = 0
-        self._running = RunningSet(blocks, self.shares)
+        self._checkpoints = StateCheckpoints(blocks.states, blocks.block_size, has_cache=policy.has_prefix_cache)
+        self._running = RunningSet(blocks, self.shares, self._checkpoints)
         self.running = self._running.by_id  # oldest first
         self.bisector = FaultBisector(may_shrink=policy.is_chunked)
-        self._prefill = PrefillPlanner(policy, blocks, self.shares, self.waiting, self._running, self.bisector)
+        self._prefill = PrefillPlanner(
+            policy, blocks, self.shares, self.waiting, self._running, self.bisector, self._checkpoints
+        )
         self._preemption = PreemptionPolicy(self.shares, self._prefill, self.running)
         self.ttft_estimator = TtftEstimator(self.step_time, self._prefill, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
@@ -116,11 +120,17 @@ class Scheduler:
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(self._budget(part.load), part.computed, part.with_pending, may_enter=may_enter)
-        rows = [
-            RowUpdate(i, granted, part.computed[i] if pending > 1 else None)
-            for i, (granted, pending) in part.updates.items()
-        ]
+        rows = [self._update(i, granted, pending, part.computed[i]) for i, (granted, pending) in part.updates.items()]
         return self._plan(starts, rows, part.computed, part.load)
+
+    def _update(self, sequence_id: int, granted: tuple[int, ...], pending: int, count: int) -> RowUpdate:
+        """Describe to the shard what a running sequence gets, which computes `count` of its pending tokens."""
+        sequence = self.running[sequence_id]
+        saves: tuple[StateSave, ...] = ()
+        if sequence.state is not None:
+            begun, _ = sequence.ahead()
+            saves = self._checkpoints.save(sequence, begun, begun + count)
+        return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves)
 
     def _budget(self, load: StepLoad) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`."""
@@ -250,6 +260,8 @@ class Scheduler:
         """Make blocks known that have been filled: those from `first` up to `end`."""
         for i in range(first, end):
             self.blocks.publish(sequence.blocks[i], sequence.block_key(i, self.blocks.block_size))
+        if sequence.state is not None:
+            self._checkpoints.publish(sequence)
 
     def goals(self, plan: StepPlan) -> dict[int, int]:
         """By id, the tokens that each running sequence of the oldest step in flight would have computed with it."""

@@ -232,6 +232,12 @@ class Metrics:
         self._set(self._blocks.labels("used"), used)
         self._set(self._blocks.labels("free"), free)
 
+    def set_states(self, used: int, free: int, cached: int) -> None:
+        """Set how many slots of recurrent states are used and free; and how many of the free ones are checkpoints."""
+        self._set(self._states.labels("cached"), cached)
+        self._set(self._states.labels("used"), used)
+        self._set(self._states.labels("free"), free)
+
     def set_pool_tokens(self, num_tokens: int) -> None:
         """Set the size of the KV pool in tokens."""
         self._set(self._max_total_tokens, num_tokens)
@@ -380,6 +386,7 @@ class Metrics:
         self._memory = self._gauge("funitel_memory_bytes", "Memory of its host that a rank holds.", "rank", "kind")
         self.roofline = Roofline(self.registry)
         self._blocks = self._gauge("funitel_blocks", "KV blocks.", "state")
+        self._states = self._gauge("funitel_state_slots", "Slots of recurrent states.", "state")
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
         self._tasks = self._gauge("funitel_tasks", "Tasks of the router's event loop.")
