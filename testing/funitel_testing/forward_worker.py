@@ -22,6 +22,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import choose_spec, spec_of
 from funitel_testing.cache import usual_cache
@@ -91,7 +92,11 @@ def run(
     else:
         decoder = fused_decoder(folder, tier, parallel, activations=activations)
         dtype = decoder.kv_dtype
-    return step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU), prompts, num_decode)
+    cache = KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU)
+    layout = StateLayout.of(spec, parallel.size, parallel.rank)
+    if layout is not None:
+        cache.state_pool = StatePool(layout, len(prompts) + 1, CPU)
+    return step_through(decoder, cache, prompts, num_decode)
 
 
 def fused_decoder(
@@ -142,7 +147,7 @@ def step_through(
             if left:
                 count = min(chunk, left - num_decode) if left > num_decode else 1
                 tokens = prompt[done[i] : done[i] + count]
-                spans.append(RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode))
+                spans.append(RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode, state_slot=i + 1))
                 owners.append(i)
         out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
         at = 0

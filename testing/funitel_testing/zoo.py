@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from funitel_testing.zoo_hybrid import HYBRIDS
+
 Tensors = dict[str, torch.Tensor]
 Oracle = Callable[[Any, list[int], int], torch.Tensor]
 
@@ -28,6 +30,7 @@ _MODERN: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": CONTEXT,
 }
+_MODELS = {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 _HEADS_ALIKE = {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
 _GPT = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": CONTEXT}
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
@@ -676,4 +679,8 @@ ZOO: dict[str, Tiny] = {
         },
         pack=_qwen1,
     ),
+}
+ZOO |= {
+    name: Tiny(kind=kind, model=_MODELS.get(kind, ""), config={**_MODERN, **config})
+    for name, (kind, config) in HYBRIDS.items()
 }

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from funitel.model_server.registry import decoders, row
-from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.lookup import FAMILIES
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.tools.spec import check
 from funitel.proto.errors import UnsupportedModel

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.decoders import FAMILIES as _DECODERS
+from funitel.model_server.registry.hybrid import HYBRIDS
 from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
 from funitel.model_server.registry.unread_fields import read_by
 from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
@@ -14,6 +15,9 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
 
 _Defaults = Mapping[str, Any]
+
+FAMILIES = {**_DECODERS, **HYBRIDS}
+"""Every decoder that has a row."""
 
 
 def _sizes(
