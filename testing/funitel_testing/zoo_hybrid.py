@@ -71,11 +71,13 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | {"num_hidden_layers": NUM_LAYERS, "attn_layer_indices": [1], "mamba_n_groups": 2, "attention_bias": True}
         | {"mamba_conv_bias": False, "head_dim": 16},
     ),
-    "olmo_hybrid": ("OlmoHybrid", _LAYERS | _DELTA),
+    # transformers cuts the convolution into three equal parts where it saves a model: as many keys as values
+    "olmo_hybrid": ("OlmoHybrid", _LAYERS | _DELTA | {"linear_value_head_dim": 4}),
     "olmo_hybrid_rope": (
         "OlmoHybrid",
         _LAYERS
         | _DELTA
+        | {"linear_value_head_dim": 4}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "linear_allow_neg_eigval": False},
     ),
 }

@@ -80,7 +80,7 @@ class StatePool:
         for place, layer in enumerate(layout.layers):
             begin = place * (conv + matrices)
             parts = self.pool[:, begin : begin + conv], self.pool[:, begin + conv : begin + conv + matrices]
-            views = parts[0].view(-1, *layout.conv), parts[1].view(-1, *layout.matrices)
+            views = parts[0].view(num_slots, *layout.conv), parts[1].view(num_slots, *layout.matrices)
             self.layers[layer] = LayerStates(views[0], views[1])
 
     @property

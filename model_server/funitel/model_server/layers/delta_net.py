@@ -41,13 +41,7 @@ class DeltaNet:
             is_transposed=names.is_transposed,
         )
         convolution = Convolution.read(
-            weights,
-            name(names.state_conv),
-            state.num_channels(state.num_value_heads, state.num_key_heads),
-            state.conv_width,
-            rows.stacked(),
-            has_bias=False,
-            is_activated=True,
+            weights, rows.conv_parts(spec, weights, index), state.conv_width, has_bias=False, is_activated=True
         )
         self.scan = StateScan(convolution, _DeltaRule(state, heads))
         each = [state.num_value_heads]
@@ -132,6 +126,16 @@ class _Rows:
         """Of all queries, then all keys, then all values."""
         starts = ((0, self.keys), (self.num_keys, self.keys), (2 * self.num_keys, self.values))
         return [(start + first, start + last) for start, (first, last) in starts]
+
+    def conv_parts(self, spec: ModelSpec, weights: Weights, index: int) -> list[Part]:
+        """Channels of the convolution, in one tensor or in three."""
+        names, total = spec.names, 2 * self.num_keys + self.num_values
+        whole = weights.named(names.state_conv, i=index)
+        if weights.has_linear(whole) or not names.state_conv_q:
+            return [(whole, total, rows) for rows in self.stacked()]
+        sizes = ((self.num_keys, self.keys), (self.num_keys, self.keys), (self.num_values, self.values))
+        templates = names.state_conv_q, names.state_conv_k, names.state_conv_v
+        return [(weights.named(each, i=index), *size) for each, size in zip(templates, sizes, strict=True)]
 
     def parts(self, spec: ModelSpec, weights: Weights, index: int) -> list[Part]:
         """Queries, keys, values, their gates, rates of correction and steps."""

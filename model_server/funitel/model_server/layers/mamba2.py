@@ -51,14 +51,9 @@ class Mamba2:
             has_bias=state.has_bias,
             is_transposed=names.is_transposed,
         )
+        channels = [(name(names.state_conv), num_channels, each) for each in convolved]
         convolution = Convolution.read(
-            weights,
-            name(names.state_conv),
-            num_channels,
-            state.conv_width,
-            convolved,
-            has_bias=state.has_conv_bias,
-            is_activated=True,
+            weights, channels, state.conv_width, has_bias=state.has_conv_bias, is_activated=True
         )
         each = [state.num_heads]
         skip = weights.read(name(names.state_skip), each, rows=mine, dtype=kept)

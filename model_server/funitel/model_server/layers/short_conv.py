@@ -28,15 +28,8 @@ class ShortConv:
         self.inputs = ColumnLinear(
             weights, parts, spec.hidden_size, has_bias=state.has_bias, is_transposed=names.is_transposed
         )
-        convolution = Convolution.read(
-            weights,
-            name(names.state_conv),
-            size,
-            state.conv_width,
-            [mine],
-            has_bias=state.has_bias,
-            is_activated=False,
-        )
+        channels = [(name(names.state_conv), size, mine)]
+        convolution = Convolution.read(weights, channels, state.conv_width, has_bias=state.has_bias, is_activated=False)
         self.scan = StateScan(convolution, NoRecurrence())
         self.out = RowLinear(
             weights,

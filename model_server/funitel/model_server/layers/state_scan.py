@@ -4,31 +4,28 @@ Rows that compute one token are computed together, with their states gathered an
 row one row after the other, cut where its state is saved.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates
+from funitel.model_server.layers.linear import Part
 
 
 class Recurrence(Protocol):
     """A recurrence in float32, from what is convolved and other inputs of the tokens."""
 
-    def scan(
-        self, x: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def scan(self, x: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results [num_tokens, num_outputs] of tokens of one sequence, and its state behind them.
 
         `state` is [num_heads, key_dim, value_dim], the others are [num_tokens, ...].
         """
 
-    def step(
-        self, x: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `scan` for one token of each of several sequences, with their states [num_rows, ...]."""
 
 
@@ -55,23 +52,19 @@ class Convolution:
 
     @classmethod
     def read(
-        cls,
-        weights: Weights,
-        name: str,
-        num_channels: int,
-        width: int,
-        mine: list[Range],
-        *,
-        has_bias: bool,
-        is_activated: bool,
+        cls, weights: Weights, parts: Sequence[Part], width: int, *, has_bias: bool, is_activated: bool
     ) -> "Convolution":
-        """Read the channels of this rank, `mine` one range after the other."""
-        shape, kept = [num_channels, 1, width], torch.float32
-        parts = [weights.read(f"{name}.weight", shape, rows=rows, dtype=kept)[:, 0] for rows in mine]
+        """Read the channels of this rank, one part after the other."""
+        kept = torch.float32
+        read = [
+            weights.read(f"{name}.weight", [size, 1, width], rows=rows, dtype=kept)[:, 0] for name, size, rows in parts
+        ]
         bias: torch.Tensor | None = None
         if has_bias:
-            bias = torch.cat([weights.read(f"{name}.bias", [num_channels], rows=rows, dtype=kept) for rows in mine])
-        return cls(torch.cat(parts).t().contiguous(), bias, is_activated=is_activated)
+            bias = torch.cat(
+                [weights.read(f"{name}.bias", [size], rows=rows, dtype=kept) for name, size, rows in parts]
+            )
+        return cls(torch.cat(read).t().contiguous(), bias, is_activated=is_activated)
 
     def __call__(self, x: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolved tokens of [..., num_tokens, channels], and the last inputs [..., width - 1, channels] with them.
@@ -93,9 +86,7 @@ class StateScan:
         self.convolution = convolution
         self.recurrence = recurrence
 
-    def __call__(
-        self, x: torch.Tensor, inputs: torch.Tensor, batch: ForwardBatch, states: LayerStates
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, inputs: torch.Tensor, batch: ForwardBatch, states: LayerStates) -> torch.Tensor:
         """Results [num_tokens, num_outputs] float32 of [num_tokens, channels]; `states` become those behind the step."""
         results, num_decode = [], batch.num_decode
         if num_decode:
@@ -110,9 +101,7 @@ class StateScan:
             results.append(result)
         return torch.cat(results)
 
-    def _step(
-        self, x: torch.Tensor, inputs: torch.Tensor, batch: ForwardBatch, states: LayerStates
-    ) -> torch.Tensor:
+    def _step(self, x: torch.Tensor, inputs: torch.Tensor, batch: ForwardBatch, states: LayerStates) -> torch.Tensor:
         slots = batch.decode_slots
         convolved, conv = self.convolution(x[:, None], states.conv[slots])
         result, matrices = self.recurrence.step(convolved[:, 0], inputs, states.matrices[slots])

@@ -227,7 +227,7 @@ class ResidualBlock:
         sum_dtype: torch.dtype | None = None,
     ) -> None:
         def norm(template: str) -> NormLayer:
-            name = weights.prefix + template.format(i=index)
+            name = weights.named(template, i=index)
             return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
         self.elementwise: ElementwiseOps = TorchElementwiseOps()

@@ -88,7 +88,9 @@ _QWEN_NAMES: dict[str, Any] = {
     **_mixer("layers.{i}.linear_attn", conv="conv1d", decay="A_log", step_bias="dt_bias", norm="norm", out="out_proj"),
 }
 _QWEN_PACKED = _mixer("layers.{i}.linear_attn", qkvz="in_proj_qkvz", ba="in_proj_ba")
-_QWEN_APART = _mixer("layers.{i}.linear_attn", **{"in": "in_proj_qkv"}, gate="in_proj_z", beta="in_proj_b", step="in_proj_a")
+_QWEN_APART = _mixer(
+    "layers.{i}.linear_attn", **{"in": "in_proj_qkv"}, gate="in_proj_z", beta="in_proj_b", step="in_proj_a"
+)
 _QWEN_SHARED = {
     "shared_gate": "layers.{i}.mlp.shared_expert.gate_proj",
     "shared_up": "layers.{i}.mlp.shared_expert.up_proj",
@@ -98,7 +100,6 @@ _QWEN_SHARED = {
 _QWEN_EXPERTS = experts(
     is_normalized=first("norm_topk_prob", default=True), shared_size=first("shared_expert_intermediate_size")
 )
-
 
 
 def _short_conv(config: Config) -> ShortConvSpec:
@@ -139,12 +140,19 @@ _LFM2_NAMES: dict[str, Any] = {
 }
 
 
+def _number(value: Any) -> float:
+    """A number as transformers writes it: what JSON has no literal for as an object."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
+
+
 def _mamba2(config: Config) -> Mamba2Spec:
     heads, inner = config["mamba_n_heads"], config["mamba_expand"] * HIDDEN_SIZE(config)
     dim = config.get("mamba_d_head", "auto")
     limit = config.get("time_step_limit") or (0.0, math.inf)
     if (inner // heads if dim == "auto" else dim) * heads != inner:
-        raise UnsupportedModel(f"mamba_n_heads {heads} of mamba_d_head {dim} must be {inner}, mamba_expand * hidden_size")
+        raise UnsupportedModel(
+            f"mamba_n_heads {heads} of mamba_d_head {dim} must be {inner}, mamba_expand * hidden_size"
+        )
     return Mamba2Spec(
         num_heads=heads,
         head_dim=inner // heads,
@@ -153,8 +161,8 @@ def _mamba2(config: Config) -> Mamba2Spec:
         conv_width=config["mamba_d_conv"],
         has_conv_bias=config.get("mamba_conv_bias", True),
         has_bias=config.get("mamba_proj_bias", False),
-        min_step=float(limit[0]),
-        max_step=None if math.isinf(limit[1]) else float(limit[1]),
+        min_step=_number(limit[0]),
+        max_step=None if math.isinf(_number(limit[1])) else _number(limit[1]),
     )
 
 
@@ -222,9 +230,7 @@ def _is_olmo_state(config: Config, layer: int) -> bool:
 
 
 HYBRIDS: dict[str, ArchitectureRow] = {
-    "Qwen3NextForCausalLM": row(
-        **_QWEN, experts=_QWEN_EXPERTS, names=_QWEN_NAMES | _QWEN_PACKED | _QWEN_SHARED
-    ),
+    "Qwen3NextForCausalLM": row(**_QWEN, experts=_QWEN_EXPERTS, names=_QWEN_NAMES | _QWEN_PACKED | _QWEN_SHARED),
     "Qwen3_5ForCausalLM": row(**_QWEN, names=_QWEN_NAMES | _QWEN_APART),
     "Qwen3_5MoeForCausalLM": row(
         **_QWEN,
@@ -276,11 +282,14 @@ HYBRIDS: dict[str, ArchitectureRow] = {
         position=lambda c: Position.ROTARY if _has_base(c) else Position.NONE,
         **_states(_layers_of("linear_attention", _is_olmo_state), delta_net=_olmo_delta_net),
         names={
-            "attention_post_norm": "layers.{i}.post_attention_layernorm",
+            "attention_norm": "layers.{i}.attention_layer_norm|layers.{i}.input_layernorm",
+            "attention_post_norm": "layers.{i}.post_attention_layernorm|layers.{i}.feedforward_layer_norm",
+            "mlp_norm": "layers.{i}.feedforward_layer_norm|layers.{i}.post_attention_layernorm",
             "mlp_post_norm": "layers.{i}.post_feedforward_layernorm",
             **_mixer("layers.{i}.linear_attn", q="q_proj", k="k_proj", v="v_proj", gate="g_proj", beta="b_proj"),
             **_mixer("layers.{i}.linear_attn", step="a_proj", conv="conv1d", decay="A_log", step_bias="dt_bias"),
             **_mixer("layers.{i}.linear_attn", norm="o_norm", out="o_proj"),
+            **_mixer("layers.{i}.linear_attn", conv_q="q_conv1d", conv_k="k_conv1d", conv_v="v_conv1d"),
         },
     ),
 }

@@ -80,6 +80,9 @@ class TensorNames:
     state_qkvz: str = ""
     state_ba: str = ""
     state_conv: str = ""
+    state_conv_q: str = ""  # where the convolution of a delta net is in three parts, and the same of keys and values
+    state_conv_k: str = ""
+    state_conv_v: str = ""
     state_decay: str = ""  # logarithms of rates, one for each head; the whole name, as of the next two
     state_step_bias: str = ""
     state_skip: str = ""
@@ -89,6 +92,7 @@ class TensorNames:
 
 WITH_ALTERNATIVES = frozenset(
     ("router", "router_correction", "expert_gate", "expert_up", "expert_gate_up", "expert_down")
+    + ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     + ("shared_gate", "shared_up", "shared_gate_up", "shared_down", "shared_share")
 )
 """Names that may list alternatives."""
