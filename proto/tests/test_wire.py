@@ -184,6 +184,7 @@ WARMUPS = st.builds(
     kv_bytes=U64,
     total_kv_bytes=U64,
     host_blocks=U32,
+    max_sequences=st.none() | U32,
 )
 
 

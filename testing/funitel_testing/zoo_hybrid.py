@@ -72,12 +72,14 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | {"mamba_conv_bias": False, "head_dim": 16},
     ),
     # transformers cuts the convolution into three equal parts where it saves a model: as many keys as values
-    "olmo_hybrid": ("OlmoHybrid", _LAYERS | _DELTA | {"linear_value_head_dim": 4}),
-    "olmo_hybrid_rope": (
+    "olmo_hybrid": (
         "OlmoHybrid",
         _LAYERS
         | _DELTA
-        | {"linear_value_head_dim": 4}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "linear_allow_neg_eigval": False},
+        | {"linear_value_head_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid_rope": (
+        "OlmoHybrid",
+        _LAYERS | _DELTA | {"linear_value_head_dim": 4, "linear_allow_neg_eigval": False},
     ),
 }

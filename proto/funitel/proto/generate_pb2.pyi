@@ -570,17 +570,19 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "kv_bytes", "total_kv_bytes", "host_blocks")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "kv_bytes", "total_kv_bytes", "host_blocks", "max_sequences")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
     max_total_tokens: int
     kv_bytes: int
     total_kv_bytes: int
     host_blocks: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., total_kv_bytes: _Optional[int] = ..., host_blocks: _Optional[int] = ...) -> None: ...
+    max_sequences: int
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., total_kv_bytes: _Optional[int] = ..., host_blocks: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...

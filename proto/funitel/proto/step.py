@@ -363,7 +363,8 @@ class WarmupLimits:
 class WarmupResult:
     """Result of Warmup: pool and limits in tokens, KV bytes of this rank and of all ranks.
 
-    `host_blocks` is the number of KV block slots in host memory.
+    `host_blocks` is the number of KV block slots in host memory, `max_sequences` how many sequences have room at once,
+    None where nothing but blocks bounds them.
     """
 
     pool_tokens: int | None
@@ -372,3 +373,4 @@ class WarmupResult:
     kv_bytes: int = 0
     total_kv_bytes: int = 0
     host_blocks: int = 0
+    max_sequences: int | None = None

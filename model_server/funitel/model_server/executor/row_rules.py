@@ -79,6 +79,20 @@ class RowRules:
         return RowSpan([0], 0, np.zeros(1, np.int32))
 
 
+class StateRules(RowRules):
+    """A decoder's rules, of which some layers keep a state: each place of the sequence table has a slot for it."""
+
+    def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
+        """See RowRules; tokens that are found in the cache have left no state."""
+        if start.cache_len:
+            raise InvalidRequest(f"cache_len must be 0 for a model with states, given {start.cache_len}")
+        return super().begin(start, prompt)
+
+    def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
+        """See RowRules; slot 0 is no sequence's."""
+        return replace(super().span(row, count, block_table), state_slot=row.index + 1)
+
+
 class Seq2SeqRules(RowRules):
     """An encoder-decoder's rules: what the decoder begins with, and what is forced, is the checkpoint's."""
 

@@ -161,7 +161,7 @@ class _Rows:
         return parts + [(name(each), every, self.each) for each in (names.state_beta, names.state_step)]
 
     def _grouped(self, name: str, dims: tuple[int, ...], is_value: tuple[bool, ...]) -> list[Part]:
-        """Rows of a tensor in which all of a key head lie together: `dims` rows of it, or of each of its value heads."""
+        """Rows of a tensor in which those of a key head lie together: `dims` of it, or of each of its value heads."""
         group = self.state.num_value_heads // self.state.num_key_heads
         heights = [dim * (group if of_values else 1) for dim, of_values in zip(dims, is_value, strict=True)]
         height, found, start = sum(heights), list[Part](), 0

@@ -1,4 +1,4 @@
-"""Recurrences of linear attention over tokens of one sequence in chunks, or over one token of each of several sequences.
+"""Recurrences of linear attention over tokens of one sequence in chunks, or over one token of each of several.
 
 A head's state is a matrix S [key_dim, value_dim]. With a log decay g, a token makes it exp(g) * S + k v^T, or by the
 delta rule exp(g) * S + b * k (v - exp(g) * S^T k)^T, and reads q^T S. Heads lie as [groups, heads of a group]: queries
@@ -40,7 +40,7 @@ def attend_by_delta(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend`, by the delta rule; `beta` [num_tokens, groups, heads] is how much of what is read is replaced."""
     results = []
-    for chunk, rates in zip(_chunks(q, k, v, log_decay), beta.split(CHUNK), strict=True):
+    for chunk, rates in zip(_chunks(q, k, v, log_decay), torch.split(beta, CHUNK), strict=True):
         rate = rates.permute(1, 2, 0)[..., None]  # [groups, heads, num_tokens, 1]
         # A token's correction depends on those before it in the chunk: (1 + L) u = rate * (v - what the state gives).
         system = rate * (chunk.k @ chunk.k.transpose(-1, -2)).tril(-1) * chunk.pair_decays
@@ -81,7 +81,7 @@ def _read(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 
 
 class _Chunk:
-    """Some tokens, heads first: queries and keys [groups, 1, num_tokens, ...], values [groups, heads, num_tokens, ...]."""
+    """Some tokens: queries and keys [groups, 1, num_tokens, key_dim], values [groups, heads, num_tokens, value_dim]."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> None:
         self.q, self.k = (x.transpose(0, 1)[:, None] for x in (q, k))
@@ -108,7 +108,7 @@ class _Chunk:
 
 
 def _chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> list[_Chunk]:
-    parts = (x.split(CHUNK) for x in (q, k, v, log_decay))
+    parts = (torch.split(x, CHUNK) for x in (q, k, v, log_decay))
     return [_Chunk(*part) for part in zip(*parts, strict=True)]
 
 

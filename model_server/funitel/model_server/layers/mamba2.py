@@ -1,4 +1,4 @@
-"""Mamba 2 in place of attention: a recurrence in which what a token writes, and how much is left, depend on the token."""
+"""Mamba 2 in place of attention: a recurrence in which a token decides what it writes and how much is left."""
 
 import torch
 import torch.nn.functional as F

@@ -87,7 +87,7 @@ class StateScan:
         self.recurrence = recurrence
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor, batch: ForwardBatch, states: LayerStates) -> torch.Tensor:
-        """Results [num_tokens, num_outputs] float32 of [num_tokens, channels]; `states` become those behind the step."""
+        """Results [num_tokens, num_outputs] float32 of `x` [num_tokens, channels]; `states` become those behind it."""
         results, num_decode = [], batch.num_decode
         if num_decode:
             results.append(self._step(x[:num_decode], inputs[:num_decode], batch, states))

@@ -22,7 +22,7 @@ from funitel.model_server.registry.row import (
     row,
     when,
 )
-from funitel.model_server.spec.model_spec import ExpertScore, NormPlacement, Position, QkNorm
+from funitel.model_server.spec.model_spec import Activation, ExpertScore, NormPlacement, Position, QkNorm
 from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
 
@@ -97,9 +97,7 @@ _QWEN_SHARED = {
     "shared_down": "layers.{i}.mlp.shared_expert.down_proj",
     "shared_share": "layers.{i}.mlp.shared_expert_gate",
 }
-_QWEN_EXPERTS = experts(
-    is_normalized=first("norm_topk_prob", default=True), shared_size=first("shared_expert_intermediate_size")
-)
+_SHARED_UNITS = first("shared_expert_intermediate_size")
 
 
 def _short_conv(config: Config) -> ShortConvSpec:
@@ -120,6 +118,7 @@ def _lfm2_units(config: Config) -> int:
 
 _IS_UNLISTED: Callable[[Config, int], bool] = lambda c, i: i not in first("full_attn_idxs", default=range(i + 1))(c)  # noqa: E731
 _LFM2: dict[str, Any] = {
+    "activation": Activation.SILU,
     "norm_eps": first("norm_eps", default=1e-5),
     "is_tied": first("tie_embedding", "tie_word_embeddings", default=True),
     "rotary": rotary(base=1e6),
@@ -176,7 +175,7 @@ _MAMBA2_NAMES = _mixer(
     norm="norm",
     out="out_proj",
 )
-_HAS_EXPERTS = lambda c: first("num_local_experts", default=0)(c) > 0  # noqa: E731
+_HAS_EXPERTS = lambda c: first("num_local_experts", "n_routed_experts", default=0)(c) > 0  # noqa: E731
 _GRANITE: dict[str, Any] = {
     **GRANITE,
     "intermediate_size": first("shared_intermediate_size"),
@@ -205,9 +204,9 @@ def _bamba_rotary(config: Config) -> Config:
 
 
 def _has_base(config: Config) -> bool:
-    """Whether a config has rotary positions: published ones have none."""
+    """Whether a config has rotary positions: published ones have a base of null."""
     given = first("rope_parameters", "rope_scaling", default={})(config)
-    return bool(given.get("rope_theta") or config.get("rope_theta"))
+    return {"rope_theta": config.get("rope_theta", 10000.0), **given}["rope_theta"] is not None
 
 
 def _olmo_delta_net(config: Config) -> DeltaNetSpec:
@@ -230,12 +229,16 @@ def _is_olmo_state(config: Config, layer: int) -> bool:
 
 
 HYBRIDS: dict[str, ArchitectureRow] = {
-    "Qwen3NextForCausalLM": row(**_QWEN, experts=_QWEN_EXPERTS, names=_QWEN_NAMES | _QWEN_PACKED | _QWEN_SHARED),
+    "Qwen3NextForCausalLM": row(
+        **_QWEN,
+        experts=experts(is_normalized=first("norm_topk_prob", default=True), shared_size=_SHARED_UNITS),
+        names=_QWEN_NAMES | _QWEN_PACKED | _QWEN_SHARED,
+    ),
     "Qwen3_5ForCausalLM": row(**_QWEN, names=_QWEN_NAMES | _QWEN_APART),
     "Qwen3_5MoeForCausalLM": row(
         **_QWEN,
         intermediate_size=first("intermediate_size", "moe_intermediate_size"),
-        experts=_QWEN_EXPERTS,
+        experts=experts(is_normalized=True, shared_size=_SHARED_UNITS),
         names=_QWEN_NAMES | _QWEN_APART | _QWEN_SHARED,
     ),
     "Lfm2ForCausalLM": row(**_LFM2, intermediate_size=_lfm2_units, names=_LFM2_NAMES),

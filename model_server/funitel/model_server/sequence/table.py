@@ -83,14 +83,19 @@ class SequenceState:
 
 
 class SequenceTable:
-    """Preallocated block tables [capacity, max_blocks] and the rows that use them; grows by doubling."""
+    """Preallocated block tables [capacity, max_blocks] and the rows that use them; grows by doubling up to `max_rows`.
+
+    `max_rows` is None where nothing bounds them.
+    """
 
     def __init__(self, max_blocks: int, capacity: int = 64) -> None:
         self.reset(max_blocks, capacity)
 
-    def reset(self, max_blocks: int, capacity: int = 64) -> None:
+    def reset(self, max_blocks: int, capacity: int = 64, max_rows: int | None = None) -> None:
         """Forget all rows."""
         self.max_blocks = max_blocks
+        self.max_rows = max_rows
+        capacity = capacity if max_rows is None else min(capacity, max_rows)
         self._blocks = np.zeros((capacity, max_blocks), dtype=np.int32)
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -98,11 +103,18 @@ class SequenceTable:
         return len(self._blocks) - len(self._free)
 
     def take(self) -> int:
-        """A free place."""
+        """A free place.
+
+        Raises:
+            InvalidRequest: there is none, and there may be no more.
+        """
         if not self._free:
             capacity = len(self._blocks)
-            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
-            self._free = list(range(2 * capacity - 1, capacity - 1, -1))
+            grown = 2 * capacity if self.max_rows is None else min(2 * capacity, self.max_rows)
+            if grown == capacity:
+                raise InvalidRequest(f"this shard has room for the states of {capacity} sequences, all of it is taken")
+            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks[: grown - capacity])])
+            self._free = list(range(grown - 1, capacity - 1, -1))
         return self._free.pop()
 
     def release(self, rows: Iterable[SequenceState]) -> None:

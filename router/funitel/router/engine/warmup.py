@@ -1,6 +1,7 @@
 """Warmup: make an engine of connected shards, with the limits and the policy that they allow."""
 
 import logging
+from collections.abc import Sequence
 
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings.fields import require
@@ -62,7 +63,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     limits = _limits(settings, smallest, is_chunked, num_blocks * block_size)
     policy = SchedulerPolicy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
-        max_batch_size=settings.max_batch_size,
+        max_batch_size=_max_batch_size(settings, results),
         is_chunked=is_chunked,
         has_prefix_cache=replica.info.use_prefix_caching and not is_plain,
         is_plain=is_plain,
@@ -113,6 +114,12 @@ async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupRes
         max_batch_size=min(max_running, settings.max_concurrent_requests, MAX_ON_THE_WIRE),
     )
     return await replica.warmup(sequences, limits)
+
+
+def _max_batch_size(settings: RouterSettings, results: Sequence[WarmupResult]) -> int | None:
+    """Sequences of a batch: what is asked for, and no more than every rank has room for."""
+    bounds = [settings.max_batch_size, *(result.max_sequences for result in results)]
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _triple(result: WarmupResult) -> tuple[int, int, int]:
