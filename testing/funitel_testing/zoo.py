@@ -53,6 +53,19 @@ def by_steps(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
     return torch.cat(logits)
 
 
+def by_told_positions(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
+    """As `by_steps` for models that count positions from 0 in each forward unless they are told."""
+    prompt = len(ids) - num_decode
+    answer = model(torch.tensor([ids[:prompt]]), use_cache=True)
+    logits = [answer.logits[0]]
+    for position in range(prompt, len(ids)):
+        places = torch.tensor([[position]])
+        given = {"position_ids": places, "past_key_values": answer.past_key_values, "use_cache": True}
+        answer = model(torch.tensor([[ids[position]]]), **given)
+        logits.append(answer.logits[0])
+    return torch.cat(logits)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
     """One checkpoint: transformers' class and configuration, and how both become the family's own where they differ."""
@@ -681,6 +694,11 @@ ZOO: dict[str, Tiny] = {
     ),
 }
 ZOO |= {
-    name: Tiny(kind=kind, model=_MODELS.get(kind, ""), config={**_MODERN, **config})
+    name: Tiny(
+        kind=kind,
+        model=_MODELS.get(kind, ""),
+        config={**_MODERN, **config},
+        oracle=by_told_positions if kind == "Bamba" else at_once,
+    )
     for name, (kind, config) in HYBRIDS.items()
 }

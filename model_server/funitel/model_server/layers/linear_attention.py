@@ -86,13 +86,15 @@ class _Chunk:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> None:
         self.q, self.k = (x.transpose(0, 1)[:, None] for x in (q, k))
         self.v = v.permute(1, 2, 0, 3)
-        summed = log_decay.permute(1, 2, 0).cumsum(dim=-1)  # [groups, heads, num_tokens]
+        # Sums of strong decays are large and what counts are small differences between them.
+        summed = log_decay.permute(1, 2, 0).double().cumsum(dim=-1)  # [groups, heads, num_tokens]
         later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
         differences = summed[..., :, None] - summed[..., None, :]
-        self.pair_decays = differences.masked_fill(later, -torch.inf).exp()  # [..., token, token before it or itself]
-        self.decays = summed.exp()[..., None]  # since the beginning of the chunk
-        self.left = (summed[..., -1:] - summed).exp()[..., None]  # until its end
-        self.total = summed[..., -1].exp()[..., None, None]
+        # [..., token, token before it or itself]
+        self.pair_decays = differences.float().masked_fill(later, -torch.inf).exp()
+        self.decays = summed.float().exp()[..., None]  # since the beginning of the chunk
+        self.left = (summed[..., -1:] - summed).float().exp()[..., None]  # until its end
+        self.total = summed[..., -1].float().exp()[..., None, None]
 
     @property
     def q_decayed(self) -> torch.Tensor:
