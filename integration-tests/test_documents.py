@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.lookup import FAMILIES
 from funitel_testing.documents.blocks import ROOT, Block, all_blocks, blocks_of, misread_lines, pages
 from funitel_testing.documents.command_lines import problems_of
 from funitel_testing.documents.commands import check_commands

@@ -22,6 +22,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import choose_spec, spec_of
 from funitel_testing.cache import usual_cache
@@ -76,10 +77,11 @@ def run(
     tier: Tier | None = None,
     model_spec: str | None = None,
     activations: ActivationDtype = ActivationDtype.INT8,
+    seed: int | None = None,
 ) -> list[torch.Tensor]:
     """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is.
 
-    `model_spec` is the file of a spec to use instead of the family's, in torch.
+    `model_spec` is the file of a spec to use instead of the family's, in torch; with a `seed` steps are disturbed.
     """
     spec = choose_spec(model_spec, folder)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
@@ -91,7 +93,13 @@ def run(
     else:
         decoder = fused_decoder(folder, tier, parallel, activations=activations)
         dtype = decoder.kv_dtype
-    return step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU), prompts, num_decode)
+    cache = KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU)
+    layout = StateLayout.of(spec, parallel.size, parallel.rank)
+    if layout is not None:
+        cache.state_pool = StatePool(layout, len(prompts) + 2, CPU)
+    if seed is not None:
+        return step_disturbed(decoder, cache, prompts, num_decode, seed)
+    return step_through(decoder, cache, prompts, num_decode)
 
 
 def fused_decoder(
@@ -142,7 +150,7 @@ def step_through(
             if left:
                 count = min(chunk, left - num_decode) if left > num_decode else 1
                 tokens = prompt[done[i] : done[i] + count]
-                spans.append(RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode))
+                spans.append(RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode, state_slot=i + 1))
                 owners.append(i)
         out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
         at = 0
@@ -152,3 +160,38 @@ def step_through(
                 collected[i].append(out[at : at + len(span.tokens)])
                 at += len(span.tokens)
     return [torch.cat(parts) if parts else torch.empty(0) for parts in collected]
+
+
+@torch.inference_mode()
+def step_disturbed(
+    decoder: Forward, cache: KVCache, prompts: list[list[int]], num_decode: int, seed: int
+) -> list[torch.Tensor]:
+    """As `step_through`, in random chunks; sequences join one after the other, and the first is preempted and resumed.
+
+    It begins anew, in the blocks and in the slot for states that are left.
+    """
+    draw = np.random.default_rng(seed)
+    tables = np.array_split(draw.permutation(np.arange(1, cache.num_blocks)).astype(np.int32), len(prompts))
+    slots = [i + 1 for i in range(len(prompts))]
+    done = [0] * len(prompts)
+    collected: list[dict[int, torch.Tensor]] = [{} for _ in prompts]  # logits by position
+    was_preempted, step = False, 0
+    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+        running = [i for i, p in enumerate(prompts) if step >= 2 * i and done[i] < len(p)]
+        spans = []
+        for i in running:
+            prompt_len = len(prompts[i]) - num_decode
+            count = min(int(draw.integers(1, 24)), prompt_len - done[i]) if done[i] < prompt_len else 1
+            tokens = prompts[i][done[i] : done[i] + count]
+            spans.append(RowSpan(tokens, done[i], tables[i], "all", prompt_len, state_slot=slots[i]))
+        out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache) if spans else None
+        rows = iter(out) if out is not None else iter(())
+        for i, span in zip(running, spans, strict=True):
+            collected[i].update(zip(range(span.start, span.end), rows, strict=False))
+            done[i] = span.end
+        if not was_preempted and done[0] >= len(prompts[0]) - num_decode + 2:
+            was_preempted, done[0], slots[0], collected[0] = True, 0, len(prompts) + 1, {}
+        step += 1
+    return [
+        torch.stack([by_place[i] for i in sorted(by_place)]) if by_place else torch.empty(0) for by_place in collected
+    ]

@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from funitel_testing.zoo_hybrid import HYBRIDS
+
 Tensors = dict[str, torch.Tensor]
 Oracle = Callable[[Any, list[int], int], torch.Tensor]
 
@@ -28,6 +30,7 @@ _MODERN: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": CONTEXT,
 }
+_MODELS = {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 _HEADS_ALIKE = {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
 _GPT = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": CONTEXT}
 _NO_SPECIAL = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
@@ -46,6 +49,19 @@ def by_steps(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
     logits = [answer.logits[0]]
     for position in range(prompt, len(ids)):
         answer = model(torch.tensor([[ids[position]]]), past_key_values=answer.past_key_values, use_cache=True)
+        logits.append(answer.logits[0])
+    return torch.cat(logits)
+
+
+def by_told_positions(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
+    """As `by_steps` for models that count positions from 0 in each forward unless they are told."""
+    prompt = len(ids) - num_decode
+    answer = model(torch.tensor([ids[:prompt]]), use_cache=True)
+    logits = [answer.logits[0]]
+    for position in range(prompt, len(ids)):
+        places = torch.tensor([[position]])
+        given = {"position_ids": places, "past_key_values": answer.past_key_values, "use_cache": True}
+        answer = model(torch.tensor([[ids[position]]]), **given)
         logits.append(answer.logits[0])
     return torch.cat(logits)
 
@@ -676,4 +692,13 @@ ZOO: dict[str, Tiny] = {
         },
         pack=_qwen1,
     ),
+}
+ZOO |= {
+    name: Tiny(
+        kind=kind,
+        model=_MODELS.get(kind, ""),
+        config={**_MODERN, **config},
+        oracle=by_told_positions if kind == "Bamba" else at_once,
+    )
+    for name, (kind, config) in HYBRIDS.items()
 }

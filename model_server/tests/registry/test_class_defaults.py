@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from funitel.model_server.registry import decoders, row
-from funitel.model_server.registry.decoders import FAMILIES
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry import decoders, hybrid, row
+from funitel.model_server.registry.lookup import FAMILIES, spec_of
 from funitel.model_server.tools.spec import check
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.zoo import ZOO
@@ -48,11 +47,14 @@ def test_fields_that_say_the_default_can_be_left_out(name: str) -> None:
     assert spec_of(stripped | architectures) == spec_of(config | architectures)
 
 
-# Those whose class alone is no model: two do not say how many experts a token has, one turns 21 elements.
+# Those whose class alone is no model: two do not say how many experts a token has, one turns 21 elements; two have no
+# layer that attends.
 _NEEDED = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
 }
 
 
@@ -77,7 +79,9 @@ def test_every_row_that_transformers_knows_is_held_against_it() -> None:
 
 # All that rules may read, and more, but what the base of all classes reads, and what says which tensors are of no use.
 _FIELDS = {
-    field for module in (decoders, row) for field in re.findall(r'"(\w+)"', Path(module.__file__ or "").read_text())
+    field
+    for module in (decoders, hybrid, row)
+    for field in re.findall(r'"(\w+)"', Path(module.__file__ or "").read_text())
 }
 _FIELDS -= {"architectures", "tie_word_embeddings", "partial_rotary_factor", "original_max_position_embeddings"}
 _FIELDS -= {"rope_theta", "rope_scaling", "rope_parameters", "num_nextn_predict_layers", "num_mtp_layers"}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from funitel.model_server.cpu.coverage import missing
-from funitel.model_server.registry.decoders import FAMILIES
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.lookup import FAMILIES, spec_of
 from funitel.model_server.spec.json_file import from_json, to_json
 from funitel_testing.families import TOLERANCE, worst_error
 from funitel_testing.zoo import ZOO

@@ -52,6 +52,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}},
         {**_QWEN_SIGHT, "deepstack_visual_indexes": [0], "patch_size": 14},
     ),
+    "qwen3_5": (
+        "Qwen3_5",
+        "qwen3_5",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}},
+        {**_QWEN_SIGHT, "patch_size": 14},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        "qwen3_5_moe",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}},
+        {**_QWEN_SIGHT, "patch_size": 14},
+    ),
 }
 
 

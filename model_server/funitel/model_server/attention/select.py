@@ -96,7 +96,7 @@ class KernelCheck:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._spec = replace(spec, num_layers=1)
+        self._spec = replace(spec, num_layers=1, state_layers=())
         self._heads = heads
         self._block_size = block_size
         self._device = device

@@ -32,6 +32,9 @@ _UNREAD_KINDS = {
 
 def missing(spec: ModelSpec) -> str | None:
     """What of a spec the fused step does not know, if anything."""
+    state = next((name for name in ("delta_net", "mamba2", "short_conv") if getattr(spec, name)), None)
+    if spec.state_layers and state is not None:
+        return f"layers with a state ({state})"
     kinds = {"norm": spec.norm, "qk_norm": spec.qk_norm, "activation": spec.activation}
     kinds |= {"experts.score": spec.experts.score} if spec.experts else {}
     for name, kind in kinds.items():

@@ -4,7 +4,7 @@ Says the same as `decoder.Decoder`, operation by operation; that one stays the o
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from funitel.model_server.checkpoint.weights import Weights
@@ -139,18 +139,21 @@ class Program:
         def name(template: str) -> str:
             return self._weights.prefix + template.format(i=index, j="{j}")
 
-        attention = self._frame(names.attention_norm, names.attention_post_norm, name)
+        attention = self._frame(names.attention_norm, names.attention_post_norm, index)
         if not spec.is_parallel:
             attended = self._blocks.attention(index, attention.before, name)
             self._leave([attended], attention.after)
-        mlp = self._frame(names.mlp_norm, names.mlp_post_norm, name)
+        mlp = self._frame(names.mlp_norm, names.mlp_post_norm, index)
         before = attention.before if spec.is_parallel and mlp.before == NONE else mlp.before
         products = [self._blocks.mlp(index, before, name)]
         if spec.is_parallel:  # the hidden units wait in their buffer while attention reads the same residual
             products.append(self._blocks.attention(index, attention.before, name))
         self._leave(products, mlp.after)
 
-    def _frame(self, before: str, after: str, name: Callable[[str], str]) -> _Frame:
+    def _frame(self, before: str, after: str, index: int) -> _Frame:
+        def name(template: str) -> str:
+            return self._weights.named(template, i=index)
+
         placement = self._spec.norm_placement
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
         return _Frame(

@@ -18,12 +18,16 @@ from funitel.proto.step import RowUpdate, SamplingParams, SequenceStart
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """What steps stay within: blocks of the pool and of a row, tokens of a block and of the model's context."""
+    """What steps stay within: blocks of the pool and of a row, tokens of a block and of the model's context.
+
+    `num_states` are the slots of the state pool, slot 0 among them; 0 where the model keeps no states.
+    """
 
     num_blocks: int
     max_blocks: int
     block_size: int
     context: int
+    num_states: int = 0
 
 
 def check_supported(start: SequenceStart, vocab_size: int, *, takes_first_token: bool) -> None:
@@ -75,6 +79,13 @@ def check_addresses(start: SequenceStart, bounds: StepBounds) -> None:
         index, offset = divmod(position, size)
         if index >= len(start.blocks) or slot != start.blocks[index] * size + offset:
             raise InvalidRequest(f"slot {slot} of token {position} does not lie in its block")
+    if start.state_slot or start.state_saves:
+        _check_states((start.state_slot, start.state_from, *(save.slot for save in start.state_saves)), bounds)
+
+
+def _check_states(slots: Sequence[int], bounds: StepBounds) -> None:
+    if max(slots) >= bounds.num_states:
+        raise InvalidRequest(f"slot {max(slots)} is outside the state pool of {bounds.num_states} slots")
 
 
 def check_step(
@@ -94,6 +105,8 @@ def check_step(
             raise InvalidRequest(f"row update for request {update.request_id}, which is not in the step")
         if any(block >= bounds.num_blocks for block in update.blocks):
             raise InvalidRequest(f"block {max(update.blocks)} is outside the pool of {bounds.num_blocks} blocks")
+        if update.state_saves:
+            _check_states([save.slot for save in update.state_saves], bounds)
         granted[update.request_id] += len(update.blocks)
     _check_owners(new, updates, bounds.block_size)
     for row, count in zip([*running, *new], counts, strict=True):
@@ -213,6 +226,7 @@ class RowAdmission:
             prompt_top=self._prompt_top(start),
             grammar=follower if self._samples else None,
             source_len=len(beginning.source),
+            state_saves=start.state_saves,
         )
 
     def _prompt_top(self, start: SequenceStart) -> int | None:

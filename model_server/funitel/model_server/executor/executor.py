@@ -18,7 +18,7 @@ from funitel.model_server.executor.admit import RowAdmission, check_step
 from funitel.model_server.executor.interface import ActiveRow, BegunStep, ExecutorOptions, PendingStep, StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
-from funitel.model_server.executor.row_rules import RowRules
+from funitel.model_server.executor.row_rules import RowRules, StateRules
 from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.executor.warmup import Warmup
 from funitel.model_server.forward.batch import Forward
@@ -64,7 +64,8 @@ class Executor:
         self.parallel = parallel
         self.options = options
         self.batches = CachedBatches(options.block_size, spec.max_position_embeddings)
-        rules, table = rules or RowRules(), self.batches.table
+        rules = rules or (RowRules() if pools.state_layout is None else StateRules())
+        table = self.batches.table
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
         self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, samples=parallel.rank == 0)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
@@ -200,8 +201,9 @@ class Executor:
         updates: Sequence[RowUpdate],
         copies: Sequence[BlockCopy],
     ) -> None:
-        """Do what was checked: copy blocks, grant them and make them zeros."""
+        """Do what was checked: copy blocks and states, grant blocks and make them zeros."""
         self.runner.copy_blocks(copies)
+        self.runner.copy_states(new)
         self.batches.grant(running, updates)
         self.runner.wipe(new, updates)
 

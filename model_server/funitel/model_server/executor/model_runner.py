@@ -53,8 +53,9 @@ class ModelRunner:
     @property
     def bounds(self) -> StepBounds:
         """What steps stay within."""
-        context = self.spec.max_position_embeddings
-        return StepBounds(self.pool.num_blocks, self.table.max_blocks, self.options.block_size, context)
+        context, states = self.spec.max_position_embeddings, self.pool.state_pool
+        num_states = 0 if states is None else states.num_slots
+        return StepBounds(self.pool.num_blocks, self.table.max_blocks, self.options.block_size, context, num_states)
 
     def spans(self, active: Sequence[ActiveRow]) -> list[RowSpan]:
         """What each row computes."""
@@ -74,6 +75,15 @@ class ModelRunner:
         granted += [block for update in updates for block in update.blocks]
         if granted:
             self.pool.wipe(granted)
+
+    def copy_states(self, new: Sequence[SequenceState]) -> None:
+        """Give rows that begin behind a cached prefix the state after it, in their order."""
+        states = self.pool.state_pool
+        if states is None:
+            return
+        for row in new:
+            if row.start.state_from not in (0, row.start.state_slot):
+                states.copy(row.start.state_from, row.start.state_slot)
 
     def check_copies(self, copies: Sequence[BlockCopy]) -> None:
         """Raise InvalidRequest for a copy between blocks and the host's memory that cannot be made."""

@@ -5,7 +5,7 @@ before there is a pool; the arithmetic knows no device."""
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from funitel.model_server.device.host_memory import AvailableMemory, available_memory
@@ -18,6 +18,8 @@ from funitel.proto.errors import NotEnoughMemory, SettingsError
 USUAL_CONTEXTS = 16  # of a pool on a host, where no setting says how large it is to be
 USUAL_SHARE = 0.25  # of the available memory, likewise
 FRACTION_SHARE = 0.5  # that --cuda-memory-fraction is a fraction of, on a host
+MIN_CHECKPOINTS = 64  # of states, which a pool has slots for beside those of running sequences
+STATE_SHARE = 0.5  # of the bytes for KV pool and states: what states take at most
 USUAL_BATCH_SIZE = 128  # sequences, where the router does not say how many
 MAX_SHARE = 0.9  # of what is asked for in tokens
 MAX_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
@@ -36,6 +38,18 @@ class PoolRoom:
     contexts: int | None
     limit: str
     memory: str
+
+    def without(self, num_bytes: int) -> "PoolRoom":
+        """What is left beside so many bytes."""
+        return replace(self, most=max(0, self.most - num_bytes), usual=max(0, self.usual - num_bytes))
+
+
+def num_state_slots(room: PoolRoom, bytes_per_slot: int, num_rows: int) -> int:
+    """Slots of a state pool for `num_rows` sequences and for checkpoints, or as many as half of the usual bytes hold.
+
+    Slot 0 is no sequence's.
+    """
+    return min(1 + num_rows + max(num_rows, MIN_CHECKPOINTS), int(room.usual * STATE_SHARE) // bytes_per_slot)
 
 
 class PoolMemory(Protocol):

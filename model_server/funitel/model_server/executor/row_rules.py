@@ -79,6 +79,30 @@ class RowRules:
         return RowSpan([0], 0, np.zeros(1, np.int32))
 
 
+class StateRules(RowRules):
+    """A decoder's rules, of which some layers keep a state, in the slot that the router gives a sequence.
+
+    A router that knows of no states gives none: then each place of the sequence table has a slot.
+    """
+
+    def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
+        """See RowRules; behind tokens that are found in the cache a sequence begins with the state after them."""
+        if (start.cache_len > 0) != (start.state_from > 0):
+            raise InvalidRequest(
+                f"cache_len {start.cache_len} needs state_from, the slot of the state after so many tokens, "
+                f"given {start.state_from}"
+            )
+        if start.state_from and not start.state_slot:
+            raise InvalidRequest(f"state_from {start.state_from} needs a state_slot, given 0")
+        return super().begin(start, prompt)
+
+    def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
+        """See RowRules; slot 0 is no sequence's."""
+        slot, saves = row.start.state_slot or row.index + 1, row.state_saves
+        row.state_saves = ()
+        return replace(super().span(row, count, block_table), state_slot=slot, state_saves=saves)
+
+
 class Seq2SeqRules(RowRules):
     """An encoder-decoder's rules: what the decoder begins with, and what is forced, is the checkpoint's."""
 

@@ -18,11 +18,14 @@ from funitel.model_server.executor.pool_sizing import (
     HostPoolMemory,
     PoolDemand,
     PoolMemory,
+    PoolRoom,
     num_pool_blocks,
+    num_state_slots,
 )
 from funitel.model_server.executor.prompt_scores import max_scored_tokens, score
 from funitel.model_server.forward.batch import RecordingForward, RowSpan
 from funitel.model_server.kv_cache.pool import HostBlocks, KVCache
+from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.sequence.table import SequenceState
@@ -137,7 +140,10 @@ class Warmup:
             )
         if max_input >= max_total:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
-        runner.table.reset(max_blocks=-(-min(context, pool_tokens) // runner.options.block_size) + 1)
+        states = runner.pool.state_pool
+        state_slots = None if states is None else states.num_slots - 1  # slot 0 is no sequence's
+        max_blocks = -(-min(context, pool_tokens) // runner.options.block_size) + 1
+        runner.table.reset(max_blocks, max_rows=state_slots)
         host_blocks = self._make_host_blocks()
         log_idle_memory()
         return WarmupResult(
@@ -145,6 +151,7 @@ class Warmup:
             max_input_tokens=max_input if max_prompt is None else min(max_input, max_prompt),
             max_total_tokens=max_total,
             host_blocks=host_blocks,
+            state_slots=state_slots or 0,
             kv_bytes=runner.pool.num_bytes,
             total_kv_bytes=runner.pool.num_blocks * runner.pools.total_bytes_per_block,
         )
@@ -170,6 +177,8 @@ class Warmup:
         if is_measured:
             spans += [rules.profile_decode()] * num_rows
         runner.cache = pool = runner.pools.make(sum(map(len, tables)))
+        if runner.pools.state_layout is not None:
+            pool.state_pool = StatePool(runner.pools.state_layout, 1, runner.options.device)
         what = f"lower --max-batch-prefill-tokens {max_prefill_tokens} or --max-batch-size"
         self.memory.profile(lambda: self._compute(spans, scored, num_rows), what)
         if isinstance(runner.decoder, RecordingForward):
@@ -198,6 +207,9 @@ class Warmup:
         runner, options, most_tokens = self._runner, self._runner.options, limits.max_prefill_tokens
         step_bytes = 0 if options.step_bytes is None else options.step_bytes(most_tokens)
         room, block_bytes = self.memory.room(step_bytes), runner.pools.bytes_per_block
+        layout = runner.pools.state_layout
+        num_slots = 0 if layout is None else self._num_slots(room, layout, num_rows(limits.max_batch_size))
+        room = room.without(0 if layout is None else num_slots * layout.bytes_per_slot)
         demand = PoolDemand(
             context=runner.spec.max_position_embeddings,
             block_size=options.block_size,
@@ -213,11 +225,38 @@ class Warmup:
         num_blocks, limit = num_pool_blocks(demand, room, most, usual)
         tokens = num_blocks * demand.block_size
         runner.cache = self._make_pool(num_blocks + 1, tokens)
+        if layout is not None:
+            runner.cache.state_pool = self._make_states(layout, num_slots)
         message = "KV pool tokens=%d bytes=%d dtype=%s contexts=%.1f limit=%s"
         logger.info(message, tokens, runner.pool.num_bytes, options.dtype, tokens / demand.context, limit)
         if options.step_bytes is not None:
             logger.info("memory predicted_step_bytes=%d most_tokens=%d", step_bytes, most_tokens)
         return tokens
+
+    def _num_slots(self, room: PoolRoom, layout: StateLayout, num_rows: int) -> int:
+        """Slots of the state pool for `num_rows` sequences; as many on every rank."""
+        found = self._runner.parallel.smallest(num_state_slots(room, layout.bytes_per_slot, num_rows))
+        if found < 2:
+            raise NotEnoughMemory(
+                f"the states of a sequence take {layout.bytes_per_slot} bytes, and half of the {room.usual} bytes for "
+                f"KV pool and states have no room for two: {room.limit}"
+            )
+        return found
+
+    def _make_states(self, layout: StateLayout, num_slots: int) -> StatePool:
+        try:
+            states = StatePool(layout, num_slots, self._runner.options.device)
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            num_bytes = num_slots * layout.bytes_per_slot
+            raise NotEnoughMemory(
+                f"there is no memory for a state pool of {num_slots} slots ({num_bytes} bytes): "
+                "--max-batch-size sets another number"
+            ) from None
+        message = "state pool slots=%d bytes=%d bytes_per_slot=%d"
+        logger.info(message, num_slots - 1, states.num_bytes, layout.bytes_per_slot)
+        return states
 
     def _make_pool(self, num_blocks: int, tokens: int) -> KVCache:
         try:

@@ -10,6 +10,7 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.kv_cache.pool import KVCache, Slots
+from funitel.proto.step import StateSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,9 @@ class RowSpan:
     `tokens` are those to compute, the first at position `start`, or where a device holds them (`ForwardBatch.build`);
     `block_table` covers at least start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or
     "all". `prompt_len` is that of the sequence, 0 where it does not matter. The first `source_len` tokens of a sequence
-    are what an encoder reads; it does so in the step that has them as `source`.
+    are what an encoder reads; it does so in the step that has them as `source`. `state_slot` is where the sequence's
+    state lies, for models that keep one; a row that starts at 0 finds it cleared. Of `state_saves` those at positions
+    that no token of the step reaches change nothing.
     """
 
     tokens: Sequence[int]
@@ -29,11 +32,23 @@ class RowSpan:
     prompt_len: int = 0
     source_len: int = 0
     source: Sequence[int] = ()
+    state_slot: int = 0  # that of no sequence
+    state_saves: tuple[StateSave, ...] = ()
 
     @property
     def end(self) -> int:
         """Context after the step, in tokens."""
         return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSegment:
+    """Some tokens [begin, end) of the batch, of one row, and where its state goes behind them, besides `slot`."""
+
+    begin: int
+    end: int
+    slot: int
+    saves: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,32 @@ class ForwardBatch:
     @cached_property
     def _positions(self) -> np.ndarray:
         return np.concatenate([np.arange(row.start, row.end) for row in self.rows])
+
+    @cached_property
+    def decode_slots(self) -> torch.Tensor:
+        """Slots of the states of the rows that compute one token: [num_decode] int64."""
+        return _tensor([row.state_slot for row in self.rows[: self.num_decode]], self.input_ids.device)
+
+    @cached_property
+    def decode_saves(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Which of these rows' states go elsewhere too, and to which slots, each [num_saves] int64; None: none."""
+        rows = enumerate(self.rows[: self.num_decode])
+        found = [(place, save.slot) for place, row in rows for save in row.state_saves if save.position == row.end]
+        places, slots = zip(*found, strict=True) if found else ((), ())
+        return (_tensor(places, self.input_ids.device), _tensor(slots, self.input_ids.device)) if found else None
+
+    @cached_property
+    def state_segments(self) -> tuple[StateSegment, ...]:
+        """The other rows, cut where states are saved."""
+        segments, begin = [], self.num_decode
+        for row in self.rows[self.num_decode :]:
+            saves = [save for save in row.state_saves if row.start < save.position <= row.end]
+            first = begin - row.start  # of the row's tokens position 0 would lie there
+            for end in sorted({save.position for save in saves} | {row.end}):
+                slots = tuple(save.slot for save in saves if save.position == end)
+                segments.append(StateSegment(begin, first + end, row.state_slot, slots))
+                begin = first + end
+        return tuple(segments)
 
     def reaches(self) -> torch.Tensor:
         """How many tokens each token's sequence is known to have: those of its prompt, and those up to itself."""

@@ -1,6 +1,6 @@
 """The KV pool, paged: keys and values of every layer in blocks of `block_size` tokens, and its host tier."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,8 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
+from funitel.model_server.kv_cache.zeroed import zeros
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import BlockCopy
@@ -19,6 +21,8 @@ Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset 
 class KVCache:
     """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, cached_dim] of one pool.
 
+    Layers that keep a state take no part in it; `state_pool` is where theirs are, if there are such layers.
+
     A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
     first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
     reads blocks that were never written, and 0 x NaN would poison the attention sum. With latent attention one vector
@@ -27,6 +31,10 @@ class KVCache:
     The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
     its values [block_size, head_dim], heads one after the other.
     """
+
+    keys: Mapping[int, torch.Tensor]
+    values: Mapping[int, torch.Tensor]
+    state_pool: StatePool | None = None
 
     def __init__(
         self,
@@ -39,11 +47,11 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        parts = _num_parts(spec)
-        shape = (num_blocks, spec.num_layers, parts, block_size, heads.num_kv_heads, spec.cached_dim)
-        self.pool = _zeros(shape, dtype, device)
-        self.keys = self.pool[:, :, 0].unbind(1)
-        self.values = self.keys if parts == 1 else self.pool[:, :, 1].unbind(1)
+        parts, layers = _num_parts(spec), spec.attention_layers
+        shape = (num_blocks, len(layers), parts, block_size, heads.num_kv_heads, spec.cached_dim)
+        self.pool = zeros(shape, dtype, device)
+        self.keys = dict(zip(layers, self.pool[:, :, 0].unbind(1), strict=True))
+        self.values = self.keys if parts == 1 else dict(zip(layers, self.pool[:, :, 1].unbind(1), strict=True))
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +62,7 @@ class KVCache:
     def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
         """Memory one block takes on a rank with `num_kv_heads`."""
         num_elements = _num_parts(spec) * block_size * num_kv_heads * spec.cached_dim
-        return spec.num_layers * num_elements * dtype.itemsize
+        return len(spec.attention_layers) * num_elements * dtype.itemsize
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
@@ -111,8 +119,12 @@ class Pools(Protocol):
     def total_bytes_per_block(self) -> int:
         """Memory of a block of the whole model, not split."""
 
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """What the model keeps of a sequence besides, if it does."""
+
     def make(self, num_blocks: int) -> KVCache:
-        """A pool of zeros."""
+        """A pool of zeros, without states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,7 @@ class SpecPools:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    state_layout: StateLayout | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -138,14 +151,6 @@ class SpecPools:
     def make(self, num_blocks: int) -> KVCache:
         """See Pools."""
         return KVCache(self.spec, self.heads, num_blocks, self.block_size, self.dtype, self.device)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory; on a CPU calloc's, so that pages cost nothing until a block is used."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class HostBlocks:

@@ -11,7 +11,15 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchElementwiseOps
-from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, heads_out, qkv_parts
+from funitel.model_server.layers.linear import (
+    ColumnLinear,
+    HeadNorm,
+    Matmul,
+    NormLayer,
+    gated_query_parts,
+    heads_out,
+    qkv_parts,
+)
 from funitel.model_server.layers.rotary import Rotation, alibi_slopes
 from funitel.model_server.spec.model_spec import (
     LatentSpec,
@@ -68,9 +76,11 @@ class Attention:
         self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales, is_norm_last=is_last)
         self.gate: ColumnLinear | None = None
         if spec.has_output_gate:
-            part = name(names.output_gate), spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)
-            transposed = names.is_transposed
-            self.gate = ColumnLinear(weights, [part], spec.hidden_size, has_bias=False, is_transposed=transposed)
+            parts = [(name(names.output_gate), spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim))]
+            if names.is_gate_in_q:
+                parts = gated_query_parts(spec, heads, name, 1)
+            has_bias, transposed = names.is_gate_in_q and spec.has_qkv_bias, names.is_transposed
+            self.gate = ColumnLinear(weights, parts, spec.hidden_size, has_bias=has_bias, is_transposed=transposed)
         self.out = heads_out(spec, weights, name(names.out), heads, parallel, dim)
 
     def __call__(

@@ -318,6 +318,9 @@ def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> 
     num_q, num_kv = spec.num_heads * dim, spec.num_kv_heads * dim
     q = (heads.q_start * dim, heads.q_end * dim)
     kv = (heads.kv_start * dim, heads.kv_end * dim)
+    if not spec.names.qkv and spec.names.is_gate_in_q:
+        queries = gated_query_parts(spec, heads, name, 0)
+        return [*queries, (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
     if not spec.names.qkv:
         return [(name(spec.names.q), num_q, q), (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
     packed, total = name(spec.names.qkv), num_q + 2 * num_kv
@@ -325,6 +328,13 @@ def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> 
         return [(packed, total, rows) for rows in _grouped_rows(spec, heads)]
     starts = ((0, q), (num_q, kv), (num_q + num_kv, kv))
     return [(packed, total, (start + a, start + b)) for start, (a, b) in starts]
+
+
+def gated_query_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str], part: int) -> list[Part]:
+    """Rows of the queries of this rank's heads, or with a `part` of 1 of their gates, where both lie in one tensor."""
+    dim, whole = spec.head_dim, name(spec.names.q)
+    starts = [(2 * head + part) * dim for head in range(heads.q_start, heads.q_end)]
+    return [(whole, 2 * spec.num_heads * dim, (start, start + dim)) for start in starts]
 
 
 def _grouped_rows(spec: ModelSpec, heads: HeadSplit) -> list[Range]:

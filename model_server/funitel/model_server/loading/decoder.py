@@ -11,6 +11,7 @@ from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.kv_cache.pool import SpecPools
+from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype, find_eos, join_ranks, set_threads
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.fused_backend import load_fused
@@ -46,6 +47,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     except NoRow as no_row:
         return _load_fallback(settings, folder, no_row, device)
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
+    StateLayout.of(spec, settings.world_size, settings.rank)  # likewise
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
     if device.type == "cpu":
@@ -61,7 +63,8 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None else None
     loaded = loaded or load_torch(settings, spec, weights, parallel)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device)
+    layout = StateLayout.of(spec, parallel.size, parallel.rank)
+    pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device, layout)
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids)
 
 

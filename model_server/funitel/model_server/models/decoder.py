@@ -8,10 +8,13 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention, LatentAttention, Rotations
+from funitel.model_server.layers.delta_net import DeltaNet
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
+from funitel.model_server.layers.mamba2 import Mamba2
 from funitel.model_server.layers.mlp import Experts, Mlp
 from funitel.model_server.layers.rotary import Rotary, sinusoids
+from funitel.model_server.layers.short_conv import ShortConv
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position
 
@@ -64,6 +67,8 @@ class Decoder:
         """Run one forward with a plan of its attention; with tensors alone where the plan is."""
         if self.offload is not None:
             self.offload.begin()
+        if cache.state_pool is not None:
+            cache.state_pool.clear([row.state_slot for row in batch.rows if row.start == 0])
         x = self.token_embedding(batch)  # [num_tokens, hidden_size]
         rotations = self.token_embedding.rotations(batch, x.dtype)
         entering: torch.Tensor | None = None
@@ -122,15 +127,17 @@ class TokenEmbedding:
 
 
 class DecoderLayer:
-    """Attention and MLP, each normalised where the spec says and added to the residual."""
+    """Attention, or what takes its place, and MLP, each normalised where the spec says and added to the residual."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
     ) -> None:
         names, experts = spec.names, spec.experts_of(index)
         self.is_parallel = spec.is_parallel
-        self.attention: Attention | LatentAttention
-        if spec.latent is None:
+        self.attention: Attention | LatentAttention | StateLayer
+        if index in spec.state_layers:
+            self.attention = StateLayer(spec, weights, parallel, index)
+        elif spec.latent is None:
             self.attention = Attention(spec, weights, parallel, attention, index)
         else:
             self.attention = LatentAttention(spec, spec.latent, weights, parallel, attention, index)
@@ -182,6 +189,28 @@ class DecoderLayer:
         return self.mlp_residual.pass_on(x, result, following)
 
 
+class StateLayer:
+    """What takes the place of attention in a layer that keeps a state."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
+        self.index = index
+        self.mixer: DeltaNet | Mamba2 | ShortConv
+        if spec.delta_net is not None:
+            self.mixer = DeltaNet(spec, spec.delta_net, weights, parallel, index)
+        elif spec.mamba2 is not None:
+            self.mixer = Mamba2(spec, spec.mamba2, weights, parallel, index)
+        else:
+            assert spec.short_conv is not None
+            self.mixer = ShortConv(spec, spec.short_conv, weights, parallel, index)
+
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, rotations: Rotations
+    ) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] in and out; the states of the rows become those behind the step."""
+        assert cache.state_pool is not None
+        return self.mixer(x, batch, cache.state_pool.layers[self.index])
+
+
 class ResidualBlock:
     """The norms around one block, and its way back into the residual.
 
@@ -198,11 +227,11 @@ class ResidualBlock:
         sum_dtype: torch.dtype | None = None,
     ) -> None:
         def norm(template: str) -> NormLayer:
-            name = weights.prefix + template.format(i=index)
+            name = weights.named(template, i=index)
             return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
-        placement = spec.norm_placement
+        placement = spec.placement(index)
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
         self.before = norm(before) if has_before else None
         self.after = norm(after) if placement is not NormPlacement.PRE else None

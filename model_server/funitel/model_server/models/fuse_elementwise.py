@@ -57,11 +57,11 @@ def check_elementwise(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> None:
-    """Raise ValueError unless it gives what the reference gives with the first layer's weights.
+    """Raise ValueError unless it gives what the reference gives with the weights of the first layer that attends.
 
     Its kernels are compiled on the way, so that no request waits for them.
     """
-    layer, generator = _first_layer(decoder), seeded_generator(0, device)
+    layer, generator = _probed_layer(decoder), seeded_generator(0, device)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=generator).to(dtype)
@@ -87,15 +87,10 @@ def check_elementwise(
             raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {bound:g} is right")
 
 
-def _first_layer(decoder: Decoder) -> DecoderLayer:
-    """With its weights there, wherever they are kept."""
-    first = decoder.layers[0]
-    if isinstance(first, DecoderLayer):
-        return first
-    assert decoder.offload is not None
-    decoder.offload.begin()
-    decoder.offload.arrive(0)
-    return first.layer
+def _probed_layer(decoder: Decoder) -> DecoderLayer:
+    """The first layer that attends, with its weights there, wherever they are kept."""
+    found = decoder.layers[decoder.spec.attention_layers[0]]
+    return found if isinstance(found, DecoderLayer) else found.fetch()
 
 
 def _placed(
@@ -108,7 +103,8 @@ def _placed(
 ) -> list[torch.Tensor]:
     """Queries and the pool after heads were placed in it."""
     device = qkv.device
-    cache = KVCache(replace(decoder.spec, num_layers=1), heads, max(_BLOCKS) + 1, _BLOCK_SIZE, kv_dtype, device)
+    spec = replace(decoder.spec, num_layers=1, state_layers=())
+    cache = KVCache(spec, heads, max(_BLOCKS) + 1, _BLOCK_SIZE, kv_dtype, device)
     positions = torch.tensor(_POSITIONS, device=device)
     rotations = {
         rotary.spec: rotary.rotation(positions, positions + 1 if rotary.needs_reaches else None, qkv.dtype)

@@ -78,6 +78,12 @@ class OffloadedLayer(Generic[L]):
         self._place = place
         self._offload = offload
 
+    def fetch(self) -> L:
+        """The layer with its weights there, outside of a step."""
+        self._offload.send(self._place)
+        self._offload.arrive(self._place)
+        return self.layer
+
     def __call__(self, *arguments: Any) -> Any:
         """See the layer."""
         self._offload.arrive(self._place)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.decoders import FAMILIES as _DECODERS
+from funitel.model_server.registry.hybrid import HYBRIDS
 from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
 from funitel.model_server.registry.unread_fields import read_by
 from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
@@ -14,6 +15,9 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
 
 _Defaults = Mapping[str, Any]
+
+FAMILIES = {**_DECODERS, **HYBRIDS}
+"""Every decoder that has a row."""
 
 
 def _sizes(
@@ -60,6 +64,14 @@ _MINISTRAL_ROPE: dict[str, Any] = {
 }
 _MISTRAL4_ROPE = _MINISTRAL_ROPE | {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
 _APERTUS_ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192}
+_DELTA_NET = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 # What the architecture's class in transformers takes for fields that a `config.json` leaves out; one that is there and
@@ -180,6 +192,25 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _experts(256, 8, 2048)
     | _LATENT
     | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    "Qwen3NextForCausalLM": _sizes(151936, 2048, 5632, 48, 16, 32768, 2)
+    | _experts(512, 10, 512)
+    | {"head_dim": 256, "shared_expert_intermediate_size": 512}
+    | _DELTA_NET,
+    "Qwen3_5ForCausalLM": _sizes(248320, 4096, 12288, 32, 16, 32768, 4) | {"head_dim": 256} | _DELTA_NET,
+    "Qwen3_5MoeForCausalLM": _sizes(248320, 2048, 512, 40, 16, 32768, 2)
+    | _experts(256, 8, 512)
+    | {"head_dim": 256, "shared_expert_intermediate_size": 512}
+    | _DELTA_NET,
+    "Lfm2ForCausalLM": _sizes(65536, 2560, 12288, 32, 32, 128000, 8) | {"conv_L_cache": 3},
+    "Lfm2MoeForCausalLM": _sizes(65536, 2048, 7168, 32, 32, 128000, 8)
+    | _experts(32, 4, 1792)
+    | {"num_dense_layers": 2, "conv_L_cache": 3},
+    "GraniteMoeHybridForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048)
+    | _experts(8, 2)
+    | {"shared_intermediate_size": 1024}
+    | _MAMBA2,
+    "BambaForCausalLM": _sizes(128000, 4096, 14336, 32, 32, 262144, 8) | _MAMBA2,
+    "OlmoHybridForCausalLM": _sizes(100352, 3840, 11008, 32, 30, 65536) | {"linear_conv_kernel_dim": 4},
     "Glm4MoeForCausalLM": _sizes(151552, 4096, 10944, 46, 96, 131072, 8)
     | _experts(128, 8, 1408)
     | {"n_shared_experts": 1, "first_k_dense_replace": 1},

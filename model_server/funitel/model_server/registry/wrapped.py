@@ -19,6 +19,8 @@ WRAPPED: Mapping[str, Mapping[str, str]] = {
     "Qwen2VLForConditionalGeneration": dict.fromkeys(("qwen2_vl_text", "qwen2_vl"), "Qwen2ForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": dict.fromkeys(("qwen2_5_vl_text", "qwen2_5_vl"), "Qwen2ForCausalLM"),
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 """Architecture -> the row of its text, by the `model_type` of that."""
 

@@ -12,7 +12,7 @@ from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
 from funitel.proto.errors import InvalidRequest, UnknownBatch
-from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart
+from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart, StateSave
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class SequenceState:
     is_over: bool = False  # it takes part in no further step
     has_left: bool = False  # its batch has ended
     num_placeholders: int = 0  # tokens that a device has sampled, or will have, and the host does not know yet
+    state_saves: tuple[StateSave, ...] = ()  # in the next step
     counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
 
     @property
@@ -83,14 +84,19 @@ class SequenceState:
 
 
 class SequenceTable:
-    """Preallocated block tables [capacity, max_blocks] and the rows that use them; grows by doubling."""
+    """Preallocated block tables [capacity, max_blocks] and the rows that use them; grows by doubling up to `max_rows`.
+
+    `max_rows` is None where nothing bounds them.
+    """
 
     def __init__(self, max_blocks: int, capacity: int = 64) -> None:
         self.reset(max_blocks, capacity)
 
-    def reset(self, max_blocks: int, capacity: int = 64) -> None:
+    def reset(self, max_blocks: int, capacity: int = 64, max_rows: int | None = None) -> None:
         """Forget all rows."""
         self.max_blocks = max_blocks
+        self.max_rows = max_rows
+        capacity = capacity if max_rows is None else min(capacity, max_rows)
         self._blocks = np.zeros((capacity, max_blocks), dtype=np.int32)
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -98,11 +104,18 @@ class SequenceTable:
         return len(self._blocks) - len(self._free)
 
     def take(self) -> int:
-        """A free place."""
+        """A free place.
+
+        Raises:
+            InvalidRequest: there is none, and there may be no more.
+        """
         if not self._free:
             capacity = len(self._blocks)
-            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
-            self._free = list(range(2 * capacity - 1, capacity - 1, -1))
+            grown = 2 * capacity if self.max_rows is None else min(2 * capacity, self.max_rows)
+            if grown == capacity:
+                raise InvalidRequest(f"this shard has room for the states of {capacity} sequences, all of it is taken")
+            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks[: grown - capacity])])
+            self._free = list(range(grown - 1, capacity - 1, -1))
         return self._free.pop()
 
     def release(self, rows: Iterable[SequenceState]) -> None:
@@ -262,10 +275,12 @@ class CachedBatches:
         return counts + first
 
     def grant(self, rows: Sequence[SequenceState], updates: Sequence[RowUpdate]) -> None:
-        """Append the blocks of `updates` to the block tables of their rows."""
+        """Append the blocks of `updates` to the block tables of their rows, and note which states are to be saved."""
         by_id = {row.request_id: row for row in rows}
         for update in updates:
-            self.table.grant(by_id[update.request_id], update.blocks)
+            row = by_id[update.request_id]
+            row.state_saves = update.state_saves
+            self.table.grant(row, update.blocks)
 
 
 def _within(pending: int, asked: int | None) -> int:

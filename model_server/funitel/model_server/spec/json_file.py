@@ -28,6 +28,7 @@ from funitel.model_server.spec.model_spec import (
     QkNorm,
     RotarySpec,
 )
+from funitel.model_server.spec.state_checks import state_problems
 from funitel.model_server.spec.tensor_names import WITH_ALTERNATIVES
 from funitel.proto.errors import SettingsError, UnsupportedModel
 
@@ -149,6 +150,7 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         yield from latent_problems(spec, spec.latent)
     if spec.experts is not None:
         yield from experts_problems(spec, spec.experts)
+    yield from state_problems(spec)
     yield from _name_problems(spec)
 
 
@@ -252,8 +254,10 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
     needed |= _attention_names(spec) | _mlp_names(spec)
     needed |= {"q_norm", "k_norm"} if spec.qk_norm not in (QkNorm.NONE, QkNorm.PLAIN) else set()
     needed |= {"sinks"} if spec.has_sinks else set()
-    needed |= {"output_gate"} if spec.has_output_gate else set()
+    needed |= {"output_gate"} if spec.has_output_gate and not names.is_gate_in_q else set()
     needed |= {"activation"} if spec.activation is Activation.XIELU else set()
+    if names.is_gate_in_q and not spec.has_output_gate:
+        yield "names.is_gate_in_q needs has_output_gate true"
     if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
         needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})
     if spec.norm is not Norm.NONE and placement is not NormPlacement.PRE:

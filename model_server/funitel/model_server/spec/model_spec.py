@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from funitel.model_server.spec.tensor_names import TensorNames
 
 
@@ -222,6 +223,12 @@ class ModelSpec:
     qkv_clip: float | None = None  # queries, keys and values are kept within +- this
     latent: LatentSpec | None = None  # where keys and values come from; None: from hidden states
 
+    delta_net: DeltaNetSpec | None = None
+    mamba2: Mamba2Spec | None = None
+    short_conv: ShortConvSpec | None = None
+    state_layers: tuple[int, ...] = ()  # layers that keep a state instead of attending, of the one kind given above
+    state_norm_placement: NormPlacement | None = None  # in these layers; None: as in the others
+
     has_qkv_bias: bool = False
     has_out_bias: bool = False
     has_mlp_bias: bool = False  # of all MLPs but a mixture's experts
@@ -250,6 +257,20 @@ class ModelSpec:
     def cached_dim(self) -> int:
         """Elements of a token in the cache, for a KV head: its key, and as many for its value; with `latent` both."""
         return self.head_dim if self.latent is None else self.latent.rank + (self.rotary.dims or 0)
+
+    @property
+    def state(self) -> StateSpec | None:
+        """What layers with a state are, or None where there are none."""
+        return self.delta_net or self.mamba2 or self.short_conv if self.state_layers else None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values in the cache."""
+        return tuple(i for i in range(self.num_layers) if i not in self.state_layers)
+
+    def placement(self, layer: int) -> NormPlacement:
+        """Where the blocks of a layer are normalised."""
+        return self.state_norm_placement or self.norm_placement if layer in self.state_layers else self.norm_placement
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has one plain MLP."""
@@ -280,6 +301,6 @@ class ModelSpec:
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
         """Rotary positions of a layer, or None where it has none."""
-        if self.position is not Position.ROTARY or layer in self.unrotated_layers:
+        if self.position is not Position.ROTARY or layer in (*self.unrotated_layers, *self.state_layers):
             return None
         return self.window_rotary if self.window_rotary and self.window(layer) else self.rotary

@@ -30,6 +30,7 @@ class TensorNames:
     k_norm: str = "layers.{i}.self_attn.k_norm"
     sinks: str = "layers.{i}.self_attn.sinks"  # the whole name
     output_gate: str = "layers.{i}.self_attn.gate_proj"
+    is_gate_in_q: bool = False  # rows of `q`: for each head its query, then its gate; there is no `output_gate`
     out: str = "layers.{i}.self_attn.o_proj"
     mlp_norm: str = "layers.{i}.post_attention_layernorm"  # empty in a parallel block: the attention's norm serves both
     mlp_post_norm: str = ""
@@ -66,9 +67,32 @@ class TensorNames:
     shared_gate_up: str = ""
     shared_share: str = ""  # linear layer of one output: its sigmoid is how much of the shared MLP a token takes
 
+    # Layers with a state. `state_in` has the rows of what is convolved, and of Mamba 2 and short convolutions more.
+    # Of a delta net: `state_in`, or `state_q`, `state_k` and `state_v`, or `state_qkvz` with the rows of each key head
+    # together; `state_gate`, `state_beta` and `state_step`, or the latter two as `state_ba`, by key head likewise.
+    state_in: str = ""
+    state_q: str = ""
+    state_k: str = ""
+    state_v: str = ""
+    state_gate: str = ""
+    state_beta: str = ""
+    state_step: str = ""
+    state_qkvz: str = ""
+    state_ba: str = ""
+    state_conv: str = ""
+    state_conv_q: str = ""  # where the convolution of a delta net is in three parts, and the same of keys and values
+    state_conv_k: str = ""
+    state_conv_v: str = ""
+    state_decay: str = ""  # logarithms of rates, one for each head; the whole name, as of the next two
+    state_step_bias: str = ""
+    state_skip: str = ""
+    state_norm: str = ""
+    state_out: str = ""
+
 
 WITH_ALTERNATIVES = frozenset(
     ("router", "router_correction", "expert_gate", "expert_up", "expert_gate_up", "expert_down")
+    + ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     + ("shared_gate", "shared_up", "shared_gate_up", "shared_down", "shared_share")
 )
 """Names that may list alternatives."""

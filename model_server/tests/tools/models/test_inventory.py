@@ -11,9 +11,9 @@ from funitel.model_server.device.host_memory import AvailableMemory
 from funitel.model_server.executor import pool_sizing
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.loading.generator import load_generator
-from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
+from funitel.model_server.registry.lookup import FAMILIES
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models import needs
@@ -139,6 +139,8 @@ LEFT_TO_TORCH = {
     "Llama4ForCausalLM": "no: qk_norm plain",
     "Mistral4ForCausalLM": "no: query_growth",
     "PhimoeForCausalLM": "no: experts.score sparsemixer",
+    "Qwen3NextForCausalLM": "no: layers with a state (delta_net)",
+    "Qwen3_5MoeForCausalLM": "no: layers with a state (delta_net)",
 }
 
 

@@ -67,6 +67,7 @@ class FallbackPools:
     dtype: torch.dtype
     device: torch.device
     num_ranks: int = 1
+    state_layout: None = None  # states lie in blocks
     bytes_per_block: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class FallbackPool(KVCache):
             parts.append(self.pool[:, at : at + num_bytes].view(dtype).view(num_blocks, *shape))
             at += _aligned(num_bytes)
         num_kv = 2 * len(pools.kept.layers)
-        self.keys, self.values = tuple(parts[0:num_kv:2]), tuple(parts[1:num_kv:2])
+        self.keys, self.values = dict(enumerate(parts[0:num_kv:2])), dict(enumerate(parts[1:num_kv:2]))
         self.states = tuple(parts[num_kv:])
 
 

@@ -12,6 +12,7 @@ from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import ActivationDtype, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import SpecPools
+from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
@@ -57,7 +58,11 @@ def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
         context=spec.max_position_embeddings,
         weights=tuple(held),
     )
-    pools = [SpecPools(spec, each, settings.block_size, kv_dtype, device) for each in heads]
+    layouts = [StateLayout.of(spec, rank.size, rank.rank) for rank in ranks]
+    pools = [
+        SpecPools(spec, each, settings.block_size, kv_dtype, device, layout)
+        for each, layout in zip(heads, layouts, strict=True)
+    ]
     return with_memory(facts, settings, pools)
 
 

@@ -13,6 +13,7 @@ from funitel.model_server.executor.pool_sizing import (
     PoolDemand,
     PoolRoom,
     host_room,
+    num_state_slots,
     pool_budget,
 )
 from funitel.model_server.kv_cache.pool import Pools
@@ -35,11 +36,14 @@ class Needs:
     block_size: int = 0
     free: int = 0  # bytes of the machine, or of each rank's GPU
     pool: int = 0  # tokens
+    states: tuple[int, ...] = ()  # bytes of a sequence's states of each rank, where layers keep any
+    sequences: int = 0  # that have room for their states at once
 
     @property
     def fits(self) -> bool:
         """Whether weights and, where there is one, a pool for at least one block have room."""
-        return self.free > sum(self.weights) and (not self.blocks or self.pool > 0)
+        has_states = not self.states or self.sequences > 0
+        return self.free > sum(self.weights) and (not self.blocks or self.pool > 0) and has_states
 
 
 def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] = ()) -> Needs:
@@ -59,7 +63,10 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] =
         room = PoolRoom(budget, budget, None, "", "")
     if not pools:
         return replace(facts, free=free)
-    size = pools[0].block_size
+    size, layouts = pools[0].block_size, [each.state_layout for each in pools]
+    states = tuple(layout.bytes_per_slot for layout in layouts if layout is not None)
+    num_slots = min((num_state_slots(room, each, USUAL_BATCH_SIZE) for each in states), default=0)
+    room = room.without(num_slots * max(states, default=0))
     num_blocks = min(room.usual // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
     demand = PoolDemand(context=facts.context, block_size=size, num_rows=USUAL_BATCH_SIZE)
     num_blocks, _ = demand.usual(room, num_blocks)
@@ -69,6 +76,8 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] =
         block_size=size,
         free=free,
         pool=max(0, min(num_blocks, MAX_POOL_TOKENS // size)) * size,
+        states=states,
+        sequences=max(0, num_slots - 1),  # slot 0 is no sequence's
     )
 
 

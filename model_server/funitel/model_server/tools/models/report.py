@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.hub import resolve
-from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.hybrid import HYBRIDS
+from funitel.model_server.registry.lookup import FAMILIES, spec_of
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import DTYPES, ModelsSettings
 from funitel.model_server.settings.catalogue import CATALOGUE
@@ -63,10 +63,15 @@ def served_architectures() -> Iterator[ServedArchitecture]:
                 architecture=architecture,
                 kind=kind,
                 is_split=kind != "encoder",
-                shares_prefixes=kind == "decoder",
+                shares_prefixes=kind == "decoder" and not _keeps_states(architecture),
                 precisions=DTYPES if fused.startswith("no") else (*DTYPES, *MADE),
                 fused=fused,
             )
+
+
+def _keeps_states(architecture: str) -> bool:
+    """Whether some layers keep a state, which no prefix of a prompt brings back."""
+    return not HYBRIDS.keys().isdisjoint({architecture, *WRAPPED.get(architecture, {}).values()})
 
 
 def through_transformers() -> list[str]:
@@ -156,9 +161,12 @@ def _lines(needs: Needs, folder: Path) -> list[tuple[str, str]]:
         lines.append(("kept in blocks", f"{each} for each {needs.block_size:,} tokens, {needs.kv_precision}"))
     elif needs.kv_precision:
         lines.append(("kept in blocks", "known once it is loaded"))
+    if needs.states:
+        lines.append(("states", f"{', '.join(map(_size, needs.states))} for each sequence, float32"))
     lines.append(("memory free", _size(needs.free)))
     if needs.blocks:
-        lines.append(("pool", f"{needs.pool:,} tokens"))
+        beside = f", beside the states of {needs.sequences:,} sequences" if needs.states else ""
+        lines.append(("pool", f"{needs.pool:,} tokens{beside}"))
     lines.append(("fits", _yes(needs.fits)))
     return lines
 

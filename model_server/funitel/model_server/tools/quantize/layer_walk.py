@@ -109,7 +109,7 @@ class Walk:
         longest = max(map(len, samples))
         table = np.arange(1, 2 + -(-longest // _BLOCK_SIZE), dtype=np.int32)
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
-        one_layer = dataclasses.replace(spec, num_layers=1)
+        one_layer = dataclasses.replace(spec, num_layers=1, state_layers=())
         self._cache = KVCache(one_layer, heads, len(table) + 1, _BLOCK_SIZE, weights.dtype, weights.device)
         self._batches = [ForwardBatch.build([RowSpan(s, 0, table)], _BLOCK_SIZE, weights.device) for s in samples]
         self._entrance = TokenEmbedding(spec, weights, self._alone)

@@ -1,0 +1,97 @@
+"""What is wrong with the layers of a spec that keep a state, each problem as field, value and limit."""
+
+from collections.abc import Iterator
+
+from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+
+MAX_HEADS = 1 << 16
+MAX_DIM = 1 << 13  # elements of a head's keys or values
+MAX_WIDTH = 64  # tokens that a convolution reads
+MAX_STATE_BYTES = 1 << 38  # of a sequence
+
+_KINDS = ("delta_net", "mamba2", "short_conv")
+
+
+def state_problems(spec: ModelSpec) -> Iterator[str]:
+    """Problems of the layers with a state, or none where there are no such layers."""
+    given = [name for name in _KINDS if getattr(spec, name) is not None]
+    if not spec.state_layers:
+        if given:
+            yield f"state_layers must name the layers of {given[0]}, given none"
+        return
+    if len(given) != 1:
+        yield f"state_layers need one of {', '.join(_KINDS)}, given {', '.join(given) or 'none'}"
+        return
+    yield from _layer_problems(spec)
+    kind, state = given[0], getattr(spec, given[0])
+    problems = [f"{kind}.{problem}" for problem in _size_problems(spec, state)]
+    yield from problems
+    if not problems:
+        yield from _byte_problems(spec, kind, state)
+    yield from _name_problems(spec)
+
+
+def _layer_problems(spec: ModelSpec) -> Iterator[str]:
+    layers = spec.state_layers
+    outside = next((i for i in layers if not 0 <= i < spec.num_layers), None)
+    if outside is not None:
+        yield f"state_layers must be within 0..{spec.num_layers - 1}, given {outside}"
+    if len(set(layers)) < len(layers):
+        yield "state_layers must name each layer once"
+    if not spec.attention_layers:
+        yield "state_layers must leave a layer that attends: a model of states alone runs through transformers"
+    if spec.is_parallel:
+        yield "state_layers need is_parallel false"
+
+
+def _size_problems(spec: ModelSpec, state: StateSpec) -> Iterator[str]:
+    if not 1 <= state.conv_width <= MAX_WIDTH:
+        yield f"conv_width must be within 1..{MAX_WIDTH}, given {state.conv_width}"
+    if isinstance(state, ShortConvSpec):
+        if state.channels != spec.hidden_size:
+            yield f"channels must be the hidden size of {spec.hidden_size}, given {state.channels}"
+        return
+    sizes: dict[str, tuple[int, int]] = {}
+    if isinstance(state, DeltaNetSpec):
+        heads, groups = "num_value_heads", "num_key_heads"
+        sizes = {"key_dim": (state.key_dim, MAX_DIM), "value_dim": (state.value_dim, MAX_DIM)}
+        if state.beta_scale <= 0:
+            yield f"beta_scale must be > 0, given {state.beta_scale}"
+    elif isinstance(state, Mamba2Spec):
+        heads, groups = "num_heads", "num_groups"
+        sizes = {"head_dim": (state.head_dim, MAX_DIM), "state_dim": (state.state_dim, MAX_DIM)}
+        if state.min_step < 0 or (state.max_step is not None and state.max_step < state.min_step):
+            yield f"min_step and max_step must be 0 <= min <= max, given {state.min_step} and {state.max_step}"
+    sizes |= {heads: (state.num_heads, MAX_HEADS), groups: (state.num_groups, MAX_HEADS)}
+    for name, (size, most) in sizes.items():
+        if not 1 <= size <= most:
+            yield f"{name} must be within 1..{most}, given {size}"
+    if state.num_groups > 0 and state.num_heads % state.num_groups:
+        yield f"{heads} must be a multiple of {groups}, given {state.num_heads} and {state.num_groups}"
+
+
+def _byte_problems(spec: ModelSpec, kind: str, state: StateSpec) -> Iterator[str]:
+    keys, values = state.matrix
+    channels = state.num_channels(state.num_heads, state.num_groups)
+    elements = channels * (state.conv_width - 1) + state.num_heads * keys * values
+    num_bytes = 4 * elements * len(spec.state_layers)
+    if num_bytes > MAX_STATE_BYTES:
+        yield f"{kind} needs {num_bytes} bytes for the states of a sequence, at most {MAX_STATE_BYTES} are allowed"
+
+
+def _name_problems(spec: ModelSpec) -> Iterator[str]:
+    names = spec.names
+    needed = {"state_conv", "state_out"}
+    if spec.mamba2 is not None:
+        needed |= {"state_in", "state_decay", "state_step_bias", "state_skip", "state_norm"}
+    if spec.short_conv is not None:
+        needed |= {"state_in"}
+    if spec.delta_net is not None:
+        needed |= {"state_decay", "state_step_bias", "state_norm"}
+        if not names.state_qkvz:
+            needed |= {"state_gate"} | (set() if names.state_in else {"state_q", "state_k", "state_v"})
+        needed |= set() if names.state_ba else {"state_beta", "state_step"}
+    for name in sorted(needed):
+        if not getattr(names, name):
+            yield f"names.{name} must not be empty"

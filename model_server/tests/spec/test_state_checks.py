@@ -1,0 +1,65 @@
+"""Layers with states that no model can have: one line with field, value and limit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.spec.json_file import check_spec
+from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.state_layers import ShortConvSpec
+from funitel.proto.errors import UnsupportedModel
+from funitel_testing.zoo import ZOO
+
+
+def spec_from(name: str, **changes: Any) -> ModelSpec:
+    tiny = ZOO[name]
+    return spec_of(tiny.configure().to_dict() | {"architectures": [tiny.architecture]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_next", {"linear_num_value_heads": 4}, "delta_net.num_value_heads must be a multiple of num_key_heads"),
+        ("qwen3_next", {"linear_num_key_heads": 0}, "delta_net.num_key_heads must be within 1..65536, given 0"),
+        ("qwen3_next", {"linear_key_head_dim": 0}, "delta_net.key_dim must be within 1..8192, given 0"),
+        ("qwen3_next", {"linear_value_head_dim": -8}, "delta_net.value_dim must be within 1..8192, given -8"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 0}, "delta_net.conv_width must be within 1..64, given 0"),
+        ("qwen3_next", {"linear_conv_kernel_dim": "4"}, "delta_net.conv_width must be an integer"),
+        ("lfm2", {"conv_L_cache": 0}, "short_conv.conv_width must be within 1..64, given 0"),
+        ("bamba", {"mamba_n_groups": 4}, "mamba2.num_heads must be a multiple of num_groups, given 6 and 4"),
+        ("bamba", {"mamba_d_state": 0}, "mamba2.state_dim must be within 1..8192, given 0"),
+        ("bamba", {"mamba_n_heads": 5}, "mamba_n_heads 5 of mamba_d_head 16 must be 96"),
+        ("bamba", {"mamba_n_heads": 0}, "mamba_n_heads"),
+        ("bamba", {"attn_layer_indices": None}, "no layer attends"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "no layer attends"),
+    ],
+)
+def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        spec_from(name, **changes)
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state_layers": ()}, "state_layers must name the layers of delta_net, given none"),
+        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, short_conv, given none"),
+        ({"short_conv": ShortConvSpec(channels=48, conv_width=3)}, "given delta_net, short_conv"),
+        ({"state_layers": (0, 3)}, "state_layers must be within 0..2, given 3"),
+        ({"state_layers": (0, 0)}, "state_layers must name each layer once"),
+        ({"is_parallel": True}, "state_layers need is_parallel false"),
+    ],
+)
+def test_a_written_spec_is_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        check_spec(replace(spec_from("qwen3_5"), **changes))
+
+
+def test_states_beyond_any_memory_are_refused() -> None:
+    huge = {"linear_num_key_heads": 8192, "linear_num_value_heads": 65536, "linear_key_head_dim": 8192}
+    with pytest.raises(UnsupportedModel, match="bytes for the states of a sequence, at most"):
+        spec_from("qwen3_next", **huge, linear_value_head_dim=8192)

@@ -1,0 +1,85 @@
+"""Tiny configurations of families of which some layers keep a state: name -> transformers' kind, and its fields.
+
+They are added to those that all checkpoints of the zoo have: three layers, the second of which attends.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+NUM_LAYERS = 3
+_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": NUM_LAYERS,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 25}
+# Three key heads, so that two ranks get two and one.
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 10,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+    "shared_intermediate_size": 28,
+}
+
+HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", _LAYERS | _SHARED | _DELTA | {"head_dim": 16, "mlp_only_layers": [2]}),
+    "qwen3_next_biased": (
+        "Qwen3Next",
+        _LAYERS | _SHARED | _DELTA | {"head_dim": 16, "attention_bias": True, "linear_num_key_heads": 1},
+    ),
+    "qwen3_5": ("Qwen3_5Text", _LAYERS | _DELTA | {"head_dim": 16, "rope_parameters": None}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _LAYERS | _SHARED | _DELTA | {"head_dim": 16}),
+    "lfm2": (
+        "Lfm2",
+        {"num_hidden_layers": NUM_LAYERS, "layer_types": ["conv", "full_attention", "conv"]}
+        | {"conv_bias": True, "block_multiple_of": 10},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        _EXPERTS
+        | {"num_hidden_layers": NUM_LAYERS, "layer_types": ["conv", "full_attention", "conv"]}
+        | {"num_dense_layers": 1, "conv_L_cache": 4},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        _LAYERS | _MAMBA2 | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22},
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybrid",
+        _LAYERS
+        | _MAMBA2
+        | _GRANITE
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 3, "mamba_proj_bias": True},
+    ),
+    "bamba": (
+        "Bamba",
+        _MAMBA2
+        | {"num_hidden_layers": NUM_LAYERS, "attn_layer_indices": [1], "mamba_n_groups": 2, "attention_bias": True}
+        | {"mamba_conv_bias": False, "head_dim": 16},
+    ),
+    # transformers cuts the convolution into three equal parts where it saves a model: as many keys as values
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        _LAYERS
+        | _DELTA
+        | {"linear_value_head_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid_rope": (
+        "OlmoHybrid",
+        _LAYERS | _DELTA | {"linear_value_head_dim": 4, "linear_allow_neg_eigval": False},
+    ),
+}
