@@ -16,7 +16,7 @@ from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory
-from funitel.proto.step import Generation, WarmupLimits
+from funitel.proto.step import Generation, RowUpdate, StateSave, WarmupLimits
 from funitel_testing.executors import chunk, collect, decode, ids_of, load_executor, prefill, run_alone, run_out, start
 from funitel_testing.tiny import byte_tokenizer
 from funitel_testing.zoo import ZOO
@@ -80,9 +80,42 @@ def test_joins_chunks_and_preemption_change_no_text(executor: Executor, expected
     assert list(given) + ids_of(resumed[1]) == expected[1]
 
 
-def test_tokens_of_a_prefix_cache_are_refused(executor: Executor) -> None:
-    with pytest.raises(InvalidRequest, match="cache_len must be 0 for a model with states, given 4"):
+def test_a_prefix_without_its_state_is_refused(executor: Executor) -> None:
+    with pytest.raises(InvalidRequest, match="cache_len 4 needs state_from, the slot of the state after so many tokens"):
         prefill(executor, 1, [start(1, PROMPTS[1], cache_len=4)])
+    with pytest.raises(InvalidRequest, match="slot 999 is outside the state pool of"):
+        prefill(executor, 1, [start(1, PROMPTS[1], state_slot=999)])
+    first = prefill(executor, 1, [start(1, PROMPTS[1])])
+    with pytest.raises(InvalidRequest, match="slot 999 is outside the state pool of"):
+        decode(executor, [first.batch], [RowUpdate(1, (), None, (StateSave(21, 999),))])
+    executor.clear()
+
+
+def test_a_saved_state_is_where_another_sequence_begins(executor: Executor, expected: dict[int, list[int]]) -> None:
+    prompt = PROMPTS[2]
+    blocks = tuple(range(1, 13))
+    saved = StateSave(16, 7)
+    first = start(2, prompt, COUNT, blocks=blocks, state_slot=3, state_saves=(saved,))
+    assert ids_of(run_alone(executor, first)) == expected[2]
+    for source, slot in ((7, 4), (7, 5), (7, 7)):  # the last uses it up
+        again = start(2, prompt, COUNT, blocks=blocks, cache_len=16, state_slot=slot, state_from=source)
+        assert ids_of(run_alone(executor, again)) == expected[2]
+
+
+def test_a_state_is_saved_while_a_sequence_decodes(executor: Executor, expected: dict[int, list[int]]) -> None:
+    prompt, blocks = PROMPTS[1], tuple(range(1, 13))
+    found: dict[int, list[Generation]] = {}
+    result = prefill(executor, 1, [start(1, prompt, COUNT, blocks=blocks, state_slot=3)])
+    collect(result, found)
+    for position in range(len(prompt) + 1, 29):
+        updates = [RowUpdate(1, (), None, (StateSave(28, 6),))] if position == 28 else []
+        result = decode(executor, [result.batch], updates)
+        collect(result, found)
+    executor.clear()
+    given = tuple(expected[1][: len(ids_of(found[1]))])
+    assert given == tuple(ids_of(found[1]))
+    again = start(1, prompt, COUNT, output_ids=given, blocks=blocks, cache_len=28, state_slot=5, state_from=6)
+    assert [*given, *ids_of(run_alone(executor, again))] == expected[1]
 
 
 def served(folder: Path, **settings: Any) -> Any:
@@ -90,18 +123,26 @@ def served(folder: Path, **settings: Any) -> Any:
     return load_generator(ModelServerSettings(model_id=str(folder), **chosen), folder)
 
 
-def test_the_router_is_told_of_the_bound_and_of_no_prefix_cache(folder: Path) -> None:
+def test_the_router_is_told_of_the_slots_and_of_the_prefix_cache(folder: Path) -> None:
     executor, info = served(folder, prefix_caching=True)
-    assert (info.use_prefix_caching, info.support_chunking, info.block_size) == (False, True, 4)
+    assert (info.use_prefix_caching, info.support_chunking, info.block_size) == (True, True, 4)
     limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000, max_batch_size=2)
     result = executor.warmup([start(1, PROMPTS[1])], limits)
     layout = StateLayout.of(executor.spec, 1, 0)
     states = executor.runner.pool.state_pool
-    assert (result.max_sequences, result.pool_tokens) == (2, 2000)
-    assert states.num_bytes == 3 * layout.bytes_per_slot
+    num_slots = 1 + 2 + pool_sizing.MIN_CHECKPOINTS
+    assert (result.state_slots, result.pool_tokens) == (num_slots - 1, 2000)
+    assert states.num_bytes == num_slots * layout.bytes_per_slot
     attending = len(executor.spec.attention_layers)
     assert attending == 1
     assert result.kv_bytes == 501 * 4 * 2 * executor.spec.num_kv_heads * executor.spec.head_dim * 4
+
+
+def test_no_more_sequences_are_taken_than_have_a_slot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_sizing, "MIN_CHECKPOINTS", 0)
+    executor, _ = served(folder)
+    limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000, max_batch_size=1)
+    assert executor.warmup([start(1, PROMPTS[1])], limits).state_slots == 2
     first = prefill(executor, 1, [start(1, PROMPTS[1]), start(2, PROMPTS[2])])
     with pytest.raises(InvalidRequest, match="has room for the states of 2 sequences, all of it is taken"):
         prefill(executor, 2, [start(3, PROMPTS[3])], first.batch)
@@ -116,7 +157,7 @@ def test_states_take_their_share_of_the_memory(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(pool_sizing, "available_memory", lambda: AvailableMemory(8 * 10 * each, "a test"))
     limits = WarmupLimits(max_prefill_tokens=64, max_total_tokens=40)
     result = executor.warmup([start(1, PROMPTS[1])], limits)
-    assert (result.max_sequences, executor.runner.pool.state_pool.num_slots) == (9, 10)
+    assert (result.state_slots, executor.runner.pool.state_pool.num_slots) == (9, 10)
     monkeypatch.setattr(pool_sizing, "available_memory", lambda: AvailableMemory(8 * each, "a test"))
     with pytest.raises(NotEnoughMemory, match=f"the states of a sequence take {each} bytes"):
         executor.warmup([start(1, PROMPTS[1])], limits)
@@ -131,6 +172,7 @@ def test_accounts_are_right_at_published_sizes() -> None:
     halves = [StateLayout.of(spec, 2, rank) for rank in range(2)]
     assert sum(half.bytes_per_slot for half in halves if half is not None) == layout.bytes_per_slot
     room = PoolRoom(20_000_000_000, 20_000_000_000, None, "", "")
-    assert num_state_slots(room, layout.bytes_per_slot, 64) == 65
-    assert room.without(65 * layout.bytes_per_slot).usual == 20_000_000_000 - 65 * 79_036_416
+    assert num_state_slots(room, layout.bytes_per_slot, 4) == 1 + 4 + pool_sizing.MIN_CHECKPOINTS
+    assert num_state_slots(room, layout.bytes_per_slot, 62) == 126
+    assert room.without(125 * layout.bytes_per_slot).usual == 20_000_000_000 - 125 * 79_036_416
     assert num_state_slots(room, layout.bytes_per_slot, 1000) == 126
