@@ -72,6 +72,14 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | {"mamba_conv_bias": False, "head_dim": 16},
     ),
     # transformers cuts the convolution into three equal parts where it saves a model: as many keys as values
+    "nemotron_h": (
+        "NemotronH",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}
+        | {"head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 12, "ssm_state_size": 10, "n_groups": 3}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+        | {"moe_shared_expert_intermediate_size": 25, "mlp_bias": True, "n_group": 3, "topk_group": 2, "chunk_size": 16}
+        | {"routed_scaling_factor": 1.7, "use_bias": True},
+    ),
     "olmo_hybrid": (
         "OlmoHybrid",
         _LAYERS

@@ -47,6 +47,7 @@ LEFT_TO_TORCH = {
     "lfm2_moe": "layers with a state (short_conv)",
     "granite_hybrid": "layers with a state (mamba2)",
     "granite_hybrid_dense": "layers with a state (mamba2)",
+    "nemotron_h": "layers with a state (mamba2)",
     "bamba": "layers with a state (mamba2)",
     "olmo_hybrid": "layers with a state (delta_net)",
     "olmo_hybrid_rope": "layers with a state (delta_net)",

@@ -28,7 +28,7 @@ def fuse_elementwise(
     decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
-    if device.type != "cuda":
+    if device.type != "cuda" or decoder.spec.mlp_layers:
         return
 
     def fall_back(error: Exception) -> None:
