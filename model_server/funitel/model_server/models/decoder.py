@@ -78,8 +78,7 @@ class Decoder:
         entering: torch.Tensor | None = None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             # The norm of an offloaded layer is not there before the layer computes.
-            is_there = following is not None and not isinstance(following, OffloadedLayer)
-            residual = following.attention_residual if is_there else None
+            residual = following.attention_residual if isinstance(following, AnyLayer) else None
             x, entering = layer(x, entering, residual, batch, cache, plan, rotations)
         if batch.logit_indices.numel() == 0:
             return None

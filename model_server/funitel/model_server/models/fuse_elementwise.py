@@ -13,6 +13,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
+from funitel.model_server.models.weight_offload import OffloadedLayer
 from funitel.model_server.spec.model_spec import QkNorm
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,9 @@ def check_elementwise(
 def _probed_layer(decoder: Decoder) -> DecoderLayer:
     """The first layer that attends, with its weights there, wherever they are kept."""
     found = decoder.layers[decoder.spec.attention_layers[0]]
-    return found if isinstance(found, DecoderLayer) else found.fetch()
+    layer = found.fetch() if isinstance(found, OffloadedLayer) else found
+    assert isinstance(layer, DecoderLayer)
+    return layer
 
 
 def _placed(
