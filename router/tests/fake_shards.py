@@ -68,6 +68,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         is_chunked: bool = True,
         has_prefix_cache: bool = True,
         pool_tokens: int = 400,
+        max_sequences: int | None = None,
     ) -> None:
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
         self.has_prefix_cache = has_prefix_cache
@@ -95,6 +96,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.is_well = asyncio.Event()  # Health is answered
         self.is_well.set()
         self.pool_tokens = pool_tokens
+        self.max_sequences = max_sequences
         self.server: Any = None
         self.step_socket = ""
         self.step_server: asyncio.Server | None = None
@@ -156,7 +158,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         self.calls.append("Warmup")
         return pb.WarmupResponse(
-            max_supported_total_tokens=self.pool_tokens, max_input_tokens=199, max_total_tokens=200
+            max_supported_total_tokens=self.pool_tokens,
+            max_input_tokens=199,
+            max_total_tokens=200,
+            max_sequences=self.max_sequences,
         )
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Any) -> pb.CompileGrammarResponse:

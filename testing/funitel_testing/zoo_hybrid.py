@@ -1,6 +1,6 @@
 """Tiny configurations of families of which some layers keep a state: name -> transformers' kind, and its fields.
 
-They are added to those that all checkpoints of the zoo have: three layers, the second of which attends.
+They are added to those that all checkpoints of the zoo have: in most three layers, the second of which attends.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,13 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _LAYERS | _SHARED | _DELTA | {"head_dim": 16, "attention_bias": True, "linear_num_key_heads": 1},
     ),
     "qwen3_5": ("Qwen3_5Text", _LAYERS | _DELTA | {"head_dim": 16, "rope_parameters": None}),
-    "qwen3_5_moe": ("Qwen3_5MoeText", _LAYERS | _SHARED | _DELTA | {"head_dim": 16}),
+    # two layers: with three, transformers' own logits differ by 1e-4 between steps and one forward
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        _SHARED
+        | _DELTA
+        | {"head_dim": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "lfm2": (
         "Lfm2",
         {"num_hidden_layers": NUM_LAYERS, "layer_types": ["conv", "full_attention", "conv"]}
@@ -52,7 +58,7 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Lfm2Moe",
         _EXPERTS
         | {"num_hidden_layers": NUM_LAYERS, "layer_types": ["conv", "full_attention", "conv"]}
-        | {"num_dense_layers": 1, "conv_L_cache": 4},
+        | {"num_dense_layers": 1, "conv_L_cache": 4, "routed_scaling_factor": 1.7},
     ),
     "granite_hybrid": (
         "GraniteMoeHybrid",
@@ -72,6 +78,14 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | {"mamba_conv_bias": False, "head_dim": 16},
     ),
     # transformers cuts the convolution into three equal parts where it saves a model: as many keys as values
+    "nemotron_h": (
+        "NemotronH",
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}
+        | {"head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 12, "ssm_state_size": 10, "n_groups": 3}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+        | {"moe_shared_expert_intermediate_size": 25, "mlp_bias": True, "n_group": 3, "topk_group": 2, "chunk_size": 16}
+        | {"routed_scaling_factor": 1.7, "use_bias": True},
+    ),
     "olmo_hybrid": (
         "OlmoHybrid",
         _LAYERS

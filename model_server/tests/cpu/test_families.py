@@ -39,6 +39,18 @@ LEFT_TO_TORCH = {
     "granite_swa": "has_sinks True",
     "granite_moe_swa": "has_sinks True",
     "llama4": "qk_norm plain",
+    "qwen3_next": "layers with a state (delta_net)",
+    "qwen3_next_biased": "layers with a state (delta_net)",
+    "qwen3_5": "layers with a state (delta_net)",
+    "qwen3_5_moe": "layers with a state (delta_net)",
+    "lfm2": "layers with a state (short_conv)",
+    "lfm2_moe": "layers with a state (short_conv)",
+    "granite_hybrid": "layers with a state (mamba2)",
+    "granite_hybrid_dense": "layers with a state (mamba2)",
+    "nemotron_h": "layers with a state (mamba2)",
+    "bamba": "layers with a state (mamba2)",
+    "olmo_hybrid": "layers with a state (delta_net)",
+    "olmo_hybrid_rope": "layers with a state (delta_net)",
 }
 FUSED = [name for name in ZOO if name not in LEFT_TO_TORCH]
 # One for each thing that the step of a Llama lacks.

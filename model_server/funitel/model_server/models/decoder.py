@@ -36,9 +36,13 @@ class Decoder:
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.token_embedding = TokenEmbedding(spec, weights, parallel)
         self.offload = offload
-        self.layers: list[DecoderLayer | OffloadedLayer[DecoderLayer]] = []
+        self.layers: list[AnyLayer | OffloadedLayer[AnyLayer]] = []
         for i in range(spec.num_layers):
-            layer = DecoderLayer(spec, weights, parallel, attention, i)
+            layer: AnyLayer
+            if spec.mlp_layers:
+                layer = SingleBlockLayer(spec, weights, parallel, attention, i)
+            else:
+                layer = DecoderLayer(spec, weights, parallel, attention, i)
             self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
         if offload is not None:
             offload.finish()
@@ -57,7 +61,7 @@ class Decoder:
         """Compute from now on with these operations."""
         self.elementwise = elementwise
         for layer in self.layers:
-            (layer if isinstance(layer, DecoderLayer) else layer.layer).adopt(elementwise)
+            (layer.layer if isinstance(layer, OffloadedLayer) else layer).adopt(elementwise)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
@@ -74,7 +78,7 @@ class Decoder:
         entering: torch.Tensor | None = None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             # The norm of an offloaded layer is not there before the layer computes.
-            residual = following.attention_residual if isinstance(following, DecoderLayer) else None
+            residual = following.attention_residual if isinstance(following, AnyLayer) else None
             x, entering = layer(x, entering, residual, batch, cache, plan, rotations)
         if batch.logit_indices.numel() == 0:
             return None
@@ -132,20 +136,10 @@ class DecoderLayer:
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
     ) -> None:
-        names, experts = spec.names, spec.experts_of(index)
+        names = spec.names
         self.is_parallel = spec.is_parallel
-        self.attention: Attention | LatentAttention | StateLayer
-        if index in spec.state_layers:
-            self.attention = StateLayer(spec, weights, parallel, index)
-        elif spec.latent is None:
-            self.attention = Attention(spec, weights, parallel, attention, index)
-        else:
-            self.attention = LatentAttention(spec, spec.latent, weights, parallel, attention, index)
-        self.mlp: Mlp | Experts
-        if experts is None:
-            self.mlp = Mlp(spec, weights, parallel, index)
-        else:
-            self.mlp = Experts(spec, experts, weights, parallel, index)
+        self.attention = _mixer(spec, weights, parallel, attention, index)
+        self.mlp = _mlp(spec, weights, parallel, index)
         self.attention_residual = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
         self.mlp_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
 
@@ -189,6 +183,55 @@ class DecoderLayer:
         return self.mlp_residual.pass_on(x, result, following)
 
 
+class SingleBlockLayer:
+    """One block: attention, or what takes its place, or an MLP; normalised before it and added to the residual."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
+    ) -> None:
+        names = spec.names
+        self.mixer: Mixer | None = None
+        self.mlp: Mlp | Experts | None = None
+        if index in spec.mlp_layers:
+            self.mlp = _mlp(spec, weights, parallel, index)
+            self.attention_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
+        else:
+            self.mixer = _mixer(spec, weights, parallel, attention, index)
+            self.attention_residual = ResidualBlock(
+                spec, weights, names.attention_norm, names.attention_post_norm, index
+            )
+
+    def adopt(self, elementwise: ElementwiseOps) -> None:
+        """Compute from now on with these operations."""
+        self.attention_residual.elementwise = elementwise
+        for mlp in [] if self.mlp is None else self.mlp.mlps():
+            mlp.elementwise = elementwise
+        if isinstance(self.mixer, Attention):
+            self.mixer.elementwise = elementwise
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        entering: torch.Tensor | None,
+        following: "ResidualBlock | None",
+        batch: ForwardBatch,
+        cache: KVCache,
+        plan: object,
+        rotations: Rotations,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See DecoderLayer."""
+        if entering is None:
+            entering = self.attention_residual.enter(x)
+        if self.mlp is not None:
+            result = self.mlp(entering)
+        else:
+            assert self.mixer is not None
+            result = self.mixer(entering, batch, cache, plan, rotations)
+        if following is None:
+            return self.attention_residual.leave(x, result), None
+        return self.attention_residual.pass_on(x, result, following)
+
+
 class StateLayer:
     """What takes the place of attention in a layer that keeps a state."""
 
@@ -209,6 +252,29 @@ class StateLayer:
         """Hidden states [num_tokens, hidden_size] in and out; the states of the rows become those behind the step."""
         assert cache.state_pool is not None
         return self.mixer(x, batch, cache.state_pool.layers[self.index])
+
+
+Mixer = Attention | LatentAttention | StateLayer
+AnyLayer = DecoderLayer | SingleBlockLayer
+
+
+def _mixer(
+    spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
+) -> Mixer:
+    """Attention of a layer, or what takes its place."""
+    if index in spec.state_layers:
+        return StateLayer(spec, weights, parallel, index)
+    if spec.latent is None:
+        return Attention(spec, weights, parallel, attention, index)
+    return LatentAttention(spec, spec.latent, weights, parallel, attention, index)
+
+
+def _mlp(spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> Mlp | Experts:
+    """The MLP of a layer, or its experts."""
+    experts = spec.experts_of(index)
+    if experts is None:
+        return Mlp(spec, weights, parallel, index)
+    return Experts(spec, experts, weights, parallel, index)
 
 
 class ResidualBlock:

@@ -13,6 +13,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
+from funitel.model_server.models.weight_offload import OffloadedLayer
 from funitel.model_server.spec.model_spec import QkNorm
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def fuse_elementwise(
     decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
-    if device.type != "cuda":
+    if device.type != "cuda" or decoder.spec.mlp_layers:
         return
 
     def fall_back(error: Exception) -> None:
@@ -90,7 +91,9 @@ def check_elementwise(
 def _probed_layer(decoder: Decoder) -> DecoderLayer:
     """The first layer that attends, with its weights there, wherever they are kept."""
     found = decoder.layers[decoder.spec.attention_layers[0]]
-    return found if isinstance(found, DecoderLayer) else found.fetch()
+    layer = found.fetch() if isinstance(found, OffloadedLayer) else found
+    assert isinstance(layer, DecoderLayer)
+    return layer
 
 
 def _placed(

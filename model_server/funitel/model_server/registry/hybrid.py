@@ -17,6 +17,7 @@ from funitel.model_server.registry.row import (
     ArchitectureRow,
     Config,
     Rule,
+    activation,
     first,
     rotary,
     row,
@@ -228,6 +229,52 @@ def _is_olmo_state(config: Config, layer: int) -> bool:
     return layer % 4 != 3 and (NUM_LAYERS(config) > 3 or layer < NUM_LAYERS(config) - 1)
 
 
+_NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def _nemotron_kinds(config: Config) -> list[str]:
+    """The one block of each layer."""
+    given = config.get("layers_block_type") or config.get("layer_types")
+    if given is None:
+        return [_NEMOTRON_KINDS[each] for each in config.get("hybrid_override_pattern", "ME*-")]
+    return [_OLD_KINDS.get(each, each) for each in given]
+
+
+def _nemotron_layers(*kinds: str) -> Rule:
+    return lambda config: tuple(i for i, kind in enumerate(_nemotron_kinds(config)) if kind in kinds)
+
+
+def _nemotron_experts(config: Config) -> Any:
+    if "moe" not in _nemotron_kinds(config):
+        return None
+    if config.get("moe_latent_size") is not None:
+        raise UnsupportedModel(f"config.json says moe_latent_size={config['moe_latent_size']}, only null is supported")
+    return experts(
+        score=ExpertScore.SIGMOID,
+        num_experts=first("n_routed_experts"),
+        intermediate_size=first("moe_intermediate_size"),
+        shared_size=first("moe_shared_expert_intermediate_size"),
+        is_normalized=first("norm_topk_prob", default=True),
+        num_groups=first("n_group", default=1),
+        num_chosen_groups=first("topk_group", default=1),
+        group_depth=2,
+        dense_layers=lambda c: tuple(i for i, kind in enumerate(_nemotron_kinds(c)) if kind != "moe"),
+    )(config)
+
+
+def _nemotron_mamba2(config: Config) -> Mamba2Spec:
+    return Mamba2Spec(
+        num_heads=config["mamba_num_heads"],
+        head_dim=config["mamba_head_dim"],
+        state_dim=config["ssm_state_size"],
+        num_groups=first("mamba_n_groups", "n_groups")(config),
+        conv_width=first("mamba_d_conv", "conv_kernel")(config),
+        has_conv_bias=first("mamba_conv_bias", "use_conv_bias", default=True)(config),
+        has_bias=config.get("use_bias", False),
+        min_step=_number(first("mamba_dt_min", "time_step_min", default=0.001)(config)),
+    )
+
+
 HYBRIDS: dict[str, ArchitectureRow] = {
     "Qwen3NextForCausalLM": row(
         **_QWEN,
@@ -275,6 +322,40 @@ HYBRIDS: dict[str, ArchitectureRow] = {
             "down": "layers.{i}.feed_forward.down_proj",
             "final_norm": "final_layernorm",
             **_MAMBA2_NAMES,
+        },
+    ),
+    "NemotronHForCausalLM": row(
+        num_layers=lambda c: len(_nemotron_kinds(c)),
+        norm_eps=first("layer_norm_epsilon", default=1e-5),
+        has_mlp_bias=first("mlp_bias", default=False),
+        activation=activation("mlp_hidden_act", default="relu2"),
+        is_gated=False,
+        position=Position.NONE,
+        experts=_nemotron_experts,
+        mlp_layers=_nemotron_layers("mlp", "moe"),
+        **_states(_nemotron_layers("linear_attention"), mamba2=_nemotron_mamba2),
+        names={
+            "prefix": "backbone.",
+            "embedding": "embeddings",
+            "attention_norm": "layers.{i}.norm",
+            "q": "layers.{i}.mixer.q_proj",
+            "k": "layers.{i}.mixer.k_proj",
+            "v": "layers.{i}.mixer.v_proj",
+            "out": "layers.{i}.mixer.o_proj",
+            "mlp_norm": "layers.{i}.norm",
+            "up": "layers.{i}.mixer.up_proj",
+            "down": "layers.{i}.mixer.down_proj",
+            "final_norm": "norm_f",
+            "router": "layers.{i}.mixer.gate",
+            "router_correction": "layers.{i}.mixer.gate.e_score_correction_bias",
+            "expert_gate": "",
+            "expert_up": "layers.{i}.mixer.experts.{j}.up_proj|layers.{i}.mixer.experts.up_proj[{j}]",
+            "expert_gate_up": "",
+            "expert_down": "layers.{i}.mixer.experts.{j}.down_proj|layers.{i}.mixer.experts.down_proj[{j}]",
+            "shared_up": "layers.{i}.mixer.shared_experts.up_proj",
+            "shared_down": "layers.{i}.mixer.shared_experts.down_proj",
+            "ignored": (r"rotary_emb\.inv_freq$", r"^mtp\."),
+            **{key: name.replace(".mamba.", ".mixer.") for key, name in _MAMBA2_NAMES.items()},
         },
     ),
     "OlmoHybridForCausalLM": row(

@@ -211,6 +211,10 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _MAMBA2,
     "BambaForCausalLM": _sizes(128000, 4096, 14336, 32, 32, 262144, 8) | _MAMBA2,
     "OlmoHybridForCausalLM": _sizes(100352, 3840, 11008, 32, 30, 65536) | {"linear_conv_kernel_dim": 4},
+    "NemotronHForCausalLM": _sizes(131072, 4096, 21504, 4, 32, 4096, 8)
+    | _experts(8, 2, 7688)
+    | {"head_dim": 128, "moe_shared_expert_intermediate_size": 7688, "ssm_state_size": 128, "mamba_num_heads": 128}
+    | {"mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4},
     "Glm4MoeForCausalLM": _sizes(151552, 4096, 10944, 46, 96, 131072, 8)
     | _experts(128, 8, 1408)
     | {"n_shared_experts": 1, "first_k_dense_replace": 1},

@@ -227,6 +227,7 @@ class ModelSpec:
     mamba2: Mamba2Spec | None = None
     short_conv: ShortConvSpec | None = None
     state_layers: tuple[int, ...] = ()  # layers that keep a state instead of attending, of the one kind given above
+    mlp_layers: tuple[int, ...] = ()  # layers of an MLP alone; where there are some, the others have none
     state_norm_placement: NormPlacement | None = None  # in these layers; None: as in the others
 
     has_qkv_bias: bool = False
@@ -266,7 +267,7 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers with keys and values in the cache."""
-        return tuple(i for i in range(self.num_layers) if i not in self.state_layers)
+        return tuple(i for i in range(self.num_layers) if i not in self.state_layers and i not in self.mlp_layers)
 
     def placement(self, layer: int) -> NormPlacement:
         """Where the blocks of a layer are normalised."""
@@ -301,6 +302,10 @@ class ModelSpec:
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
         """Rotary positions of a layer, or None where it has none."""
-        if self.position is not Position.ROTARY or layer in (*self.unrotated_layers, *self.state_layers):
+        if self.position is not Position.ROTARY or layer in (
+            *self.unrotated_layers,
+            *self.state_layers,
+            *self.mlp_layers,
+        ):
             return None
         return self.window_rotary if self.window_rotary and self.window(layer) else self.rotary

@@ -17,6 +17,8 @@ def state_problems(spec: ModelSpec) -> Iterator[str]:
     """Problems of the layers with a state, or none where there are no such layers."""
     given = [name for name in _KINDS if getattr(spec, name) is not None]
     if not spec.state_layers:
+        if spec.mlp_layers:
+            yield "mlp_layers need state_layers"
         if given:
             yield f"state_layers must name the layers of {given[0]}, given none"
         return
@@ -41,6 +43,9 @@ def _layer_problems(spec: ModelSpec) -> Iterator[str]:
         yield "state_layers must name each layer once"
     if not spec.attention_layers:
         yield "state_layers must leave a layer that attends: a model of states alone runs through transformers"
+    odd = next((i for i in spec.mlp_layers if not 0 <= i < spec.num_layers or i in layers), None)
+    if odd is not None:
+        yield f"mlp_layers must be within 0..{spec.num_layers - 1} and none of state_layers, given {odd}"
     if spec.is_parallel:
         yield "state_layers need is_parallel false"
 

@@ -47,8 +47,9 @@ def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
     Raises:
         UnsupportedModel: there are blocks this does not know, or rows packed in another order than the matmul's.
     """
-    if spec.experts is not None or spec.latent is not None:
-        what = "a mixture of experts" if spec.experts is not None else "latent attention"
+    kinds = {"a mixture of experts": spec.experts, "latent attention": spec.latent, "layers with a state": spec.state}
+    what = next((kind for kind, found in kinds.items() if found is not None), None)
+    if what is not None:
         raise UnsupportedModel(f"{spec.architecture} has {what}: it cannot be quantised")
     if spec.names.qkv and spec.qkv_layout is QkvLayout.GROUPED:
         raise UnsupportedModel(f"{spec.architecture} packs queries, keys and values by head: it cannot be quantised")
@@ -109,7 +110,7 @@ class Walk:
         longest = max(map(len, samples))
         table = np.arange(1, 2 + -(-longest // _BLOCK_SIZE), dtype=np.int32)
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
-        one_layer = dataclasses.replace(spec, num_layers=1, state_layers=())
+        one_layer = dataclasses.replace(spec, num_layers=1)
         self._cache = KVCache(one_layer, heads, len(table) + 1, _BLOCK_SIZE, weights.dtype, weights.device)
         self._batches = [ForwardBatch.build([RowSpan(s, 0, table)], _BLOCK_SIZE, weights.device) for s in samples]
         self._entrance = TokenEmbedding(spec, weights, self._alone)
