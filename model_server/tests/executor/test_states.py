@@ -81,7 +81,9 @@ def test_joins_chunks_and_preemption_change_no_text(executor: Executor, expected
 
 
 def test_a_prefix_without_its_state_is_refused(executor: Executor) -> None:
-    with pytest.raises(InvalidRequest, match="cache_len 4 needs state_from, the slot of the state after so many tokens"):
+    with pytest.raises(
+        InvalidRequest, match="cache_len 4 needs state_from, the slot of the state after so many tokens"
+    ):
         prefill(executor, 1, [start(1, PROMPTS[1], cache_len=4)])
     with pytest.raises(InvalidRequest, match="slot 999 is outside the state pool of"):
         prefill(executor, 1, [start(1, PROMPTS[1], state_slot=999)])

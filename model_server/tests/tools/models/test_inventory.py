@@ -139,6 +139,7 @@ LEFT_TO_TORCH = {
     "Llama4ForCausalLM": "no: qk_norm plain",
     "Mistral4ForCausalLM": "no: query_growth",
     "PhimoeForCausalLM": "no: experts.score sparsemixer",
+    "NemotronHForCausalLM": "no: layers with a state (mamba2)",
     "Qwen3NextForCausalLM": "no: layers with a state (delta_net)",
     "Qwen3_5MoeForCausalLM": "no: layers with a state (delta_net)",
 }

@@ -61,7 +61,7 @@ class Pool(BaseModel):
     preempted: int
 
 
-class StatePool(BaseModel):
+class StateSlotPool(BaseModel):
     """The slots of recurrent states; `cached` ones are among the free."""
 
     slots: int
@@ -95,7 +95,7 @@ class ReplicaState(BaseModel):
     waiting: list[WaitingRequest]
     running: list[RunningRequest]
     pool: Pool
-    states: StatePool | None
+    states: StateSlotPool | None
     steps: list[Step]
 
 
@@ -201,11 +201,11 @@ class EngineView:
             preempted=self.scheduler.num_preempted,
         )
 
-    def _states(self) -> StatePool | None:
+    def _states(self) -> StateSlotPool | None:
         states = self.scheduler.blocks.states
         if not states.num_slots:
             return None
-        return StatePool(
+        return StateSlotPool(
             slots=states.num_slots,
             used=states.num_used,
             free=states.num_free,

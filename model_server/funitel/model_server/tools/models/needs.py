@@ -37,12 +37,12 @@ class Needs:
     free: int = 0  # bytes of the machine, or of each rank's GPU
     pool: int = 0  # tokens
     states: tuple[int, ...] = ()  # bytes of a sequence's states of each rank, where layers keep any
-    sequences: int = 0  # that have room for their states at once
+    state_slots: int = 0  # of the state pool, for sequences and checkpoints
 
     @property
     def fits(self) -> bool:
         """Whether weights and, where there is one, a pool for at least one block have room."""
-        has_states = not self.states or self.sequences > 0
+        has_states = not self.states or self.state_slots > 0
         return self.free > sum(self.weights) and (not self.blocks or self.pool > 0) and has_states
 
 
@@ -77,7 +77,7 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] =
         free=free,
         pool=max(0, min(num_blocks, MAX_POOL_TOKENS // size)) * size,
         states=states,
-        sequences=max(0, num_slots - 1),  # slot 0 is no sequence's
+        state_slots=max(0, num_slots - 1),  # slot 0 is no sequence's
     )
 
 

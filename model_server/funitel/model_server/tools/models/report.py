@@ -15,7 +15,6 @@ from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.hub import resolve
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
-from funitel.model_server.registry.hybrid import HYBRIDS
 from funitel.model_server.registry.lookup import FAMILIES, spec_of
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import DTYPES, ModelsSettings
@@ -63,15 +62,10 @@ def served_architectures() -> Iterator[ServedArchitecture]:
                 architecture=architecture,
                 kind=kind,
                 is_split=kind != "encoder",
-                shares_prefixes=kind == "decoder" and not _keeps_states(architecture),
+                shares_prefixes=kind == "decoder",
                 precisions=DTYPES if fused.startswith("no") else (*DTYPES, *MADE),
                 fused=fused,
             )
-
-
-def _keeps_states(architecture: str) -> bool:
-    """Whether some layers keep a state, which no prefix of a prompt brings back."""
-    return not HYBRIDS.keys().isdisjoint({architecture, *WRAPPED.get(architecture, {}).values()})
 
 
 def through_transformers() -> list[str]:
@@ -165,7 +159,7 @@ def _lines(needs: Needs, folder: Path) -> list[tuple[str, str]]:
         lines.append(("states", f"{', '.join(map(_size, needs.states))} for each sequence, float32"))
     lines.append(("memory free", _size(needs.free)))
     if needs.blocks:
-        beside = f", beside the states of {needs.sequences:,} sequences" if needs.states else ""
+        beside = f", beside a state pool of {needs.state_slots:,} slots" if needs.states else ""
         lines.append(("pool", f"{needs.pool:,} tokens{beside}"))
     lines.append(("fits", _yes(needs.fits)))
     return lines
