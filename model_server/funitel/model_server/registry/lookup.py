@@ -6,7 +6,7 @@ from typing import Any
 
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.decoders import FAMILIES
-from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
+from funitel.model_server.registry.rules.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
 from funitel.model_server.registry.unread_fields import read_by
 from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
 from funitel.model_server.spec.json_file import check_types, read_spec
