@@ -13,7 +13,7 @@ from funitel.model_server.checkpoint.quantized_storage import (
 )
 from funitel.model_server.checkpoint.storage import Files, Range, Storage, cut
 from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.config import Quantization
+from funitel.model_server.quantized.config import FP8, Quantization
 from funitel.proto.errors import WeightsError
 
 
@@ -168,6 +168,18 @@ class Float8StackStorage(Storage):
         scales = scales[torch.arange(*first) // self._block[0]][:, torch.arange(*second) // self._block[1]]
         part = self._slice[self._place : self._place + 1, slice(*first), slice(*second)][0]
         return (part.to(device).float() * scales.to(device)).to(dtype).contiguous()
+
+
+def open_float8_stack(
+    files: Files, name: str, place: int, quantization: Quantization | None
+) -> Float8StackStorage | None:
+    """A matrix of a stack of that name where it is in float8, which has scales of its own. Raises: `WeightsError`."""
+    if quantization is None or quantization.method != FP8 or files[name].get_slice(name).get_dtype() != "F8_E4M3":
+        return None
+    named = (f"{name}_scale_inv", f"{name}_scale", f"{name}_weight_scale")
+    scale_name = next((each for each in named if each in files), named[0])
+    block = quantization.group_outputs, quantization.group_size
+    return Float8StackStorage(files, name, scale_name, place, block if block[1] != -1 else (-1, -1))
 
 
 _NAN = 0x7F  # of e4m3, with either sign

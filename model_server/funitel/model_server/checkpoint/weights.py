@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.checkpoint.float_storages import Float8StackStorage, Float8Storage
+from funitel.model_server.checkpoint.float_storages import open_float8_stack
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
@@ -30,7 +30,7 @@ from funitel.model_server.checkpoint.storage import (
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.config import FP8, Quantization
+from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
 from funitel.model_server.quantized.published import find_quantization
 from funitel.proto.errors import WeightsError
@@ -305,7 +305,9 @@ class Weights:
             return self._storages[name]
         stacked = self._stack_of(name)
         if stacked is not None:
-            return self._float8_stack(*stacked) or StackedStorage(self._files, *stacked)
+            stack, place, num_dims = stacked
+            floats = open_float8_stack(self._files, stack, place, self.quantization) if num_dims == 2 else None
+            return floats or StackedStorage(self._files, stack, place, num_dims)
         packed = self._mxfp4_of(name)
         if packed is not None:
             return Mxfp4Storage(self._files, *packed)
@@ -313,17 +315,6 @@ class Weights:
         if self.quantization is None and f"{stem}.qweight" in self._files:
             raise WeightsError(f"tensor {stem}.qweight is quantised, but no quantization_config says how")
         raise WeightsError(f"the checkpoint lacks tensor {name}")
-
-    def _float8_stack(self, stack: str, place: int, num_dims: int) -> Storage | None:
-        """A matrix of a stack in float8, which has scales of its own."""
-        if num_dims != 2 or self.quantization is None or self.quantization.method != FP8:
-            return None
-        if self._files[stack].get_slice(stack).get_dtype() != Float8Storage.dtype:
-            return None
-        named = (f"{stack}_scale_inv", f"{stack}_scale", f"{stack}_weight_scale")
-        scale = next((each for each in named if each in self._files), named[0])
-        block = self.quantization.group_outputs, self.quantization.group_size
-        return Float8StackStorage(self._files, stack, scale, place, block if block[1] != -1 else (-1, -1))
 
     def count_copy(self, part: torch.Tensor, num_elements: int) -> None:
         """Note that a layer keeps a second copy of its part of a split tensor of `num_elements`."""
