@@ -1,5 +1,6 @@
 """Whatever is wrong with flags or files: one line that says what to change, and nothing breaks."""
 
+import functools
 import json
 import shutil
 import socket
@@ -11,12 +12,16 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.settings.catalogue import CATALOGUE, IndexPackage
 from funitel_testing.cache import usual_cache
+from funitel_testing.published import MODELS, save_mxfp4, save_published
 from funitel_testing.servers import Ended, run_launcher
+from funitel_testing.tiny import byte_tokenizer
 
 DEMO = "smollm2-135m-instruct"
 DEFAULTS = {"--port": "0", "--dtype": "float32", "--max-batch-total-tokens": "4096"}
@@ -78,9 +83,7 @@ def _edit(path: Path, **changes: Any) -> None:
 
 def _replace_weights(folder: Path) -> None:
     """Weights of another model: whole, but not those the config asks for."""
-    from safetensors.numpy import save_file
-
-    save_file({"model.embed_tokens.weight": np.zeros((288, 48), np.float32)}, folder / "model.safetensors")
+    save_file({"model.embed_tokens.weight": torch.zeros(288, 48)}, folder / "model.safetensors")
 
 
 SPOILED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
@@ -100,7 +103,13 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "wrong sizes": (lambda folder: _edit(folder / "config.json", hidden_size=96), ("embed_tokens",)),
     "unknown architecture": (
         lambda folder: _edit(folder / "config.json", architectures=["NobodyForCausalLM"], model_type="nobody"),
-        ("NobodyForCausalLM", "docs/models.md", "does not know it either"),
+        (
+            "NobodyForCausalLM",
+            "docs/models.md",
+            "spec show MODEL --architecture LlamaForCausalLM",
+            "--model-spec",
+            "does not know it either",
+        ),
     ),
     "no language model": (
         lambda folder: _edit(folder / "config.json", architectures=["ViTForImageClassification"], model_type="vit"),
@@ -113,6 +122,126 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ("tokenizer_config.json",),
     ),
 }
+
+
+def _spoil_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Change one tensor, or take it away where nothing comes back, or add one of that name."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    changed = change(tensors.pop(name, torch.zeros(2)))
+    save_file(tensors if changed is None else tensors | {name: changed}, path, {"format": "pt"})
+
+
+def _first_set_to(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.flatten()[0] = value
+        return tensor
+
+    return change
+
+
+def _no_tensor(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _quantised_as(**fields: Any) -> Callable[[Path], None]:
+    """Say something else of how the weights are quantised."""
+
+    def edit(folder: Path) -> None:
+        given = json.loads((folder / "config.json").read_text())["quantization_config"]
+        _edit(folder / "config.json", quantization_config=given | fields)
+
+    return edit
+
+
+_DOWN, _STACK = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.experts.down_proj"
+# How a checkpoint is quantised, what is spoilt, and words of the line.
+SPOILED_PUBLISHED: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
+    "surplus tensor": (
+        "int4",
+        lambda folder: _spoil_tensor(folder, "model.layers.0.mlp.extra.weight", lambda tensor: tensor),
+        ("holds 1 tensors the model does not know", "model.layers.0.mlp.extra.weight"),
+    ),
+    "missing part": (
+        "gptq",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.qzeros", _no_tensor),
+        ("lacks tensor", f"{_DOWN}.qzeros"),
+    ),
+    "misshapen part": (
+        "awq",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.scales", lambda tensor: tensor[:, 1:].contiguous()),
+        (f"{_DOWN}.scales", "[3, 191]", "expected [3, 192]"),
+    ),
+    "float8 scale that is no number": (
+        "fp8_blocks",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.weight_scale_inv", _first_set_to(float("nan"))),
+        (f"{_DOWN}.weight_scale_inv", "nan", "must be finite"),
+    ),
+    "infinite float8 scale": (
+        "fp8_channel",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.weight_scale", _first_set_to(float("inf"))),
+        (f"{_DOWN}.weight_scale", "inf", "must be finite"),
+    ),
+    "float8 without scales": (
+        "fp8_blocks",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.weight_scale_inv", _no_tensor),
+        ("lacks tensor", f"{_DOWN}.weight_scale_inv"),
+    ),
+    "float4 scale that is no number": (
+        "nvfp4",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.weight_global_scale", _first_set_to(0.0)),
+        (f"{_DOWN}.weight_global_scale", "one number > 0", "0.0"),
+    ),
+    "unknown method": ("gptq", _quantised_as(quant_method="exl3"), ("quant_method 'exl3'", "supported: gptq, awq")),
+    "unknown bits": ("gptq", _quantised_as(bits=3), ("quantization_config", "bits 3", "supported: 2, 4, 8")),
+    "impossible group": ("gptq", _quantised_as(group_size=0), ("quantization_config", "group_size", "-1 or > 0", "0")),
+    "another group": ("gptq", _quantised_as(group_size=64), (".scales", "shape", "expected")),
+    "impossible block": (
+        "fp8_blocks",
+        _quantised_as(weight_block_size=[128]),
+        ("quantization_config", "weight_block_size", "two integers > 0", "[128]"),
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Small checkpoints in published formats, each made once."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind) / "model"
+        if kind == "mxfp4":
+            save_mxfp4(folder)
+        else:
+            save_published(MODELS["qwen3"], folder, kind)
+        byte_tokenizer().save(str(folder / "tokenizer.json"))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", SPOILED_PUBLISHED)
+def test_a_spoiled_quantised_folder(name: str, published: Callable[[str], Path], tmp_path: Path, cache: Path) -> None:
+    kind, spoil, words = SPOILED_PUBLISHED[name]
+    folder = Path(shutil.copytree(published(kind), tmp_path / "model"))
+    spoil(folder)
+    _assert_one_line(launch_model(folder, cache), 1, *words)
+
+
+def test_an_mxfp4_scale_that_is_no_number(published: Callable[[str], Path], tmp_path: Path, cache: Path) -> None:
+    folder = Path(shutil.copytree(published("mxfp4"), tmp_path / "model"))
+    _spoil_tensor(folder, f"{_STACK}_scales", _first_set_to(255))
+    _assert_one_line(launch_model(folder, cache), 1, f"{_STACK}_scales", "255", "at most 252")
+
+
+def test_a_bad_scale_of_a_model_that_transformers_serves(
+    published: Callable[[str], Path], tmp_path: Path, cache: Path
+) -> None:
+    folder = Path(shutil.copytree(published("fp8_blocks"), tmp_path / "model"))
+    _edit(folder / "config.json", architectures=["UnlistedForCausalLM"])
+    _spoil_tensor(folder, f"{_DOWN}.weight_scale_inv", _first_set_to(float("nan")))
+    _assert_one_line(launch_model(folder, cache), 1, f"{_DOWN}.weight_scale_inv", "nan", "must be finite")
 
 
 @pytest.mark.parametrize("name", SPOILED)

@@ -19,7 +19,7 @@ import transformers
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.loading.transformers import FallbackModel, load_fallback
-from funitel.model_server.registry.lookup import FAMILIES
+from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import NoRow
 from funitel_testing.forward_worker import BLOCK_SIZE, step_through

@@ -1,7 +1,7 @@
 """How much code each architecture has of its own: the lines of its row, and those beyond it.
 
 Usage: python -m funitel_testing.family_lines. A row has the defaults of its class with it. Lines beyond are the helpers
-in the table that this row alone uses, and every line of the model server's other modules that names the architecture;
+of the rows that this row alone uses, and every line of the model server's other modules that names the architecture;
 files that read other formats' names for it are no model code. The last line is one JSON object.
 """
 
@@ -9,16 +9,17 @@ import ast
 import json
 from pathlib import Path
 
-from funitel.model_server.registry import decoders, lookup
+from funitel.model_server.registry import families, lookup, rules
 
-_TABLES = ("decoders.py", "lookup.py")
-_PACKAGE = Path(decoders.__file__).parents[1]
+_FAMILIES, _RULES = (Path(package.__path__[0]) for package in (families, rules))
+_PACKAGE = _FAMILIES.parents[1]
 
 
 def count_lines() -> dict[str, tuple[int, int]]:
     """Architecture -> (lines of its row, lines of code of its own elsewhere)."""
-    tree = ast.parse(Path(decoders.__file__).read_text())
-    rows, helpers = _rows(tree, "FAMILIES"), _helpers(tree)
+    modules = [ast.parse(path.read_text()) for folder in (_FAMILIES, _RULES) for path in sorted(folder.glob("*.py"))]
+    rows = {name: node for tree in modules for name, node in _rows(tree, "ROWS").items()}
+    helpers = {name: node for tree in modules for name, node in _helpers(tree).items()}
     defaults = _rows(ast.parse(Path(lookup.__file__).read_text()), "CLASS_DEFAULTS")
     sizes = {name: _length(node) + (_length(defaults[name]) if name in defaults else 0) for name, node in rows.items()}
     users: dict[str, set[str]] = {helper: set() for helper in helpers}
@@ -36,7 +37,9 @@ def count_lines() -> dict[str, tuple[int, int]]:
 
 
 def _rows(tree: ast.Module, name: str) -> dict[str, ast.expr]:
-    table = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == name)
+    table = next((n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == name), None)
+    if table is None:
+        return {}
     assert isinstance(table.value, ast.Dict)
     return {
         ast.literal_eval(key): value for key, value in zip(table.value.keys, table.value.values, strict=True) if key
@@ -44,7 +47,7 @@ def _rows(tree: ast.Module, name: str) -> dict[str, ast.expr]:
 
 
 def _helpers(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Functions of the table's module, and what it assigns that computes; plain values that rows share are data."""
+    """Functions of a module, and what it assigns that computes; plain values that rows share are data."""
     found: dict[str, ast.stmt] = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -65,7 +68,11 @@ def _length(node: ast.stmt | ast.expr) -> int:
 
 
 def _named_elsewhere(architecture: str) -> int:
-    modules = (path for path in _PACKAGE.rglob("*.py") if path.name not in _TABLES and "gguf" not in path.name)
+    modules = (
+        path
+        for path in _PACKAGE.rglob("*.py")
+        if path.parent not in (_FAMILIES, _RULES) and path != Path(lookup.__file__) and "gguf" not in path.name
+    )
     return sum(architecture in line for path in modules for line in path.read_text().splitlines())
 
 

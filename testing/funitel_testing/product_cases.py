@@ -48,8 +48,8 @@ def draw(seed: int, *, is_short: bool = False) -> ProductCase:
     most_inputs, most_outputs = (200, 60) if is_short else (1500, 300)
     return ProductCase(
         seed=seed,
-        kind=list(CodeKind)[seed % 3],
-        dtype=DTYPES[seed // 3 % 3],
+        kind=list(CodeKind)[seed % 4],
+        dtype=DTYPES[seed // 4 % 3],
         num_rows=int(random.choice([1, 2, 5, 16, 17, 40] if is_short else [1, 3, 16, 31, 64, 100, 256, 257])),
         num_inputs=int(random.integers(20, most_inputs)),
         outputs=tuple(int(n) for n in random.integers(1, most_outputs, random.integers(1, 3))),
@@ -71,6 +71,10 @@ def codes_of(case: ProductCase, num_outputs: int, groups: torch.Tensor, random: 
     if case.kind is CodeKind.FLOAT8:
         codes = torch.from_numpy(random.standard_normal(size)).float() * 2.0 ** float(random.integers(-6, 6))
         return Codes(codes.clamp(-448, 448).to(torch.float8_e4m3fn), scales.float(), zeros, groups)
+    if case.kind is CodeKind.FLOAT4:
+        numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])
+        codes = torch.from_numpy(random.choice(numbers, size)).float()
+        return Codes(codes.to(torch.float8_e4m3fn), scales.float(), zeros, groups)
     top = 1 << case.kind.bits
     if not case.is_symmetric:
         zeros = torch.from_numpy(random.integers(0, top, zeros.shape, dtype=np.uint8))

@@ -79,7 +79,7 @@ def spec(settings: SpecSettings) -> None:
 
     folder = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir).folder
     if settings.action == "show":
-        print(spec_command.show(folder, is_whole=settings.all_fields))
+        print(spec_command.show(folder, is_whole=settings.all_fields, architecture=settings.architecture))
         return
     problems = spec_command.check(folder, settings.model_spec)
     print("\n".join(problems) or f"ok: every tensor of {folder} is in the spec, with its shape")

@@ -1,13 +1,10 @@
 """gpt-oss as published, experts in MXFP4: the same numbers as transformers makes of them, on one rank and on two."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
@@ -17,39 +14,16 @@ from funitel.model_server.tools.spec import check
 from funitel.proto.errors import WeightsError
 from funitel_testing import forward_worker
 from funitel_testing.families import TOLERANCE
+from funitel_testing.published import save_mxfp4
 from funitel_testing.threads import on_ranks
-from funitel_testing.zoo import ZOO, Tiny
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # two ranks cut blocks of 32 in half
 STEM = "model.layers.1.mlp.experts.down_proj"
-
-
-def save_packed(folder: Path) -> Any:
-    """Save a gpt-oss with packed experts; returns the model in transformers with the numbers that they stand for."""
-    tiny = Tiny(kind="GptOss", config=dict(ZOO["gpt_oss"].config) | SIZES)
-    model = tiny.save(folder)
-    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(5)
-    tensors = load_file(path)
-    for name, parameter in model.named_parameters():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            continue
-        stack, num_inputs, num_outputs = parameter.shape
-        shape = (stack, num_outputs, num_inputs // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
-        parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        del tensors[name]
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    return model
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_logits_are_those_of_transformers(size: int, tmp_path: Path) -> None:
-    model = save_packed(tmp_path)
+    model = save_mxfp4(tmp_path)
     prompts = [list(range(40)), [7, 8, 9, 10, 11]]
     with torch.inference_mode():
         expected = [model(torch.tensor([ids])).logits[0] for ids in prompts]
@@ -58,7 +32,7 @@ def test_logits_are_those_of_transformers(size: int, tmp_path: Path) -> None:
 
 
 def test_numbers_are_exact_in_bfloat16_and_in_parts(tmp_path: Path) -> None:
-    model = save_packed(tmp_path)
+    model = save_mxfp4(tmp_path)
     expected = model.get_parameter(STEM)[2].t()
     weights = Weights(tmp_path, torch.bfloat16, CPU, "model.", is_shown=False)
     name = f"{STEM}[2]"
@@ -68,7 +42,7 @@ def test_numbers_are_exact_in_bfloat16_and_in_parts(tmp_path: Path) -> None:
 
 
 def test_the_memory_is_that_of_floating_point(tmp_path: Path) -> None:
-    save_packed(tmp_path)
+    save_mxfp4(tmp_path)
     spec = choose_spec(None, tmp_path)
     weights = Weights(tmp_path, torch.float32, CPU, spec.names.prefix, is_shown=False)
     forward_worker.Decoder(spec, weights, TensorParallel(), forward_worker.TorchAttention(4, CPU))
@@ -76,7 +50,7 @@ def test_the_memory_is_that_of_floating_point(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_misshapen_is_one_line(tmp_path: Path) -> None:
-    save_packed(tmp_path)
+    save_mxfp4(tmp_path)
     assert check(tmp_path, None) == []
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -84,6 +58,13 @@ def test_what_is_missing_or_misshapen_is_one_line(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(WeightsError, match=f"the checkpoint lacks tensor {STEM}_scales"):
         forward_worker.run(tmp_path, TensorParallel(), [[1, 2]], 1)
+    for exponent in (253, 255):
+        bad = scales.clone()
+        bad[3, 5, 1] = exponent
+        save_file(tensors | {f"{STEM}_scales": bad}, path, {"format": "pt"})
+        line = f"tensor {STEM}_scales holds the scale {exponent}; scales must be at most 252"
+        with pytest.raises(WeightsError, match=line):
+            forward_worker.run(tmp_path, TensorParallel(), [[1, 2]], 1)
     save_file(tensors | {f"{STEM}_scales": scales[:, 1:].contiguous()}, path, {"format": "pt"})
     with pytest.raises(WeightsError, match=rf"tensor {STEM}_scales has shape \[6, 63, 3\], expected \[6, 64, 3\]"):
         forward_worker.run(tmp_path, TensorParallel(), [[1, 2]], 1)

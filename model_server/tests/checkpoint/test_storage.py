@@ -183,7 +183,7 @@ def test_a_quantised_layer_of_another_size_is_named(tmp_path: Path) -> None:
 
 def test_what_tgi_tensors_describe_must_be_readable(tmp_path: Path) -> None:
     tensors = {"gptq_bits": torch.tensor(3), "gptq_groupsize": torch.tensor(16)}
-    with pytest.raises(UnsupportedModel, match="3 bits is not supported"):
+    with pytest.raises(UnsupportedModel, match="bits 3 is not supported with gptq; supported: 2, 4, 8"):
         write(tmp_path, tensors, None)
 
 

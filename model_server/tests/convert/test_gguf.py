@@ -400,7 +400,7 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="rwkv6 is not supported; supported: llama, qwen2, qwen3, qwen2moe"):
+    with pytest.raises(UnsupportedModel, match="rwkv6 is not supported; supported: llama, qwen2, qwen3, gemma"):
         converted(tmp_path / "tiny.gguf")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from funitel.model_server.quantized.config import Quantization, check_flag, find_quantization
+from funitel.model_server.quantized.config import Quantization, check_flag
+from funitel.model_server.quantized.published import find_quantization
 from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -69,6 +70,40 @@ def test_awq_under_either_of_its_names_for_things(tmp_path: Path) -> None:
     assert found_in(tmp_path, config={}, quant_config={"w_bit": 4, "q_group_size": 128}) == expected
 
 
+def float4(**changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, **changes}
+    return packed() | {"format": "nvfp4-pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "flags"),
+    [
+        ({"config": {"quantization_config": float4()}}, ("nvfp4", "compressed-tensors")),
+        ({"config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}}, ("nvfp4",)),
+        ({"hf_quant_config": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, "config": {}}, ("nvfp4",)),
+    ],
+)
+def test_float4(tmp_path: Path, files: dict[str, Any], flags: tuple[str, ...]) -> None:
+    found = found_in(tmp_path, **files)
+    assert found is not None
+    assert (found.flags, found.bits, found.group_size) == (flags, 4, 16)
+
+
+def test_bytes_of_compressed_tensors_and_its_rounded_activations_which_stay_as_they_are(tmp_path: Path) -> None:
+    config = packed(8, "channel", None, input_activations={"num_bits": 8, "dynamic": True})
+    found = found_in(tmp_path, config={"quantization_config": config | {"format": "int-quantized"}})
+    assert found is not None
+    assert (found.flags, found.group_size) == (("int-quantized", "compressed-tensors"), -1)
+    mixed = config["config_groups"]["group_0"] | {"format": "int-quantized"}
+    config |= {"format": "mixed-precision", "config_groups": {"group_0": mixed}}
+    assert found_in(tmp_path, config={"quantization_config": config}) == found
+
+
+def test_modelopt_float8(tmp_path: Path) -> None:
+    found = found_in(tmp_path, hf_quant_config={"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
+    assert found == Quantization(method="fp8", bits=8, group_size=-1)
+
+
 def test_float8(tmp_path: Path) -> None:
     found = found_in(tmp_path, config={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}})
     assert found is not None
@@ -82,24 +117,55 @@ def test_float8(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"config": {"quantization_config": {"quant_method": "exl2"}}}, "quant_method 'exl2' is not supported"),
-        ({"config": {"quantization_config": {"quant_method": "awq", "bits": 8}}}, "awq with 8 bits"),
-        ({"quant_config": {"w_bit": 4, "q_group_size": 128, "version": "gemv"}}, "awq with version 'gemv'"),
-        ({"config": {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}}, "fp8 with fmt 'e5m2'"),
-        ({"config": {"quantization_config": GPTQ | {"bits": 3}}}, "3 bits is not supported; supported: 2, 4, 8"),
-        ({"config": {"quantization_config": GPTQ | {"checkpoint_format": "marlin"}}}, "'marlin' is not supported"),
+        ({"config": {"quantization_config": {"quant_method": "awq", "bits": 8}}}, "bits 8 .* with awq; supported: 4$"),
+        ({"quant_config": {"w_bit": 4, "q_group_size": 128, "version": "gemv"}}, "version 'gemv' .*; supported: gemm$"),
         (
-            {"config": {"quantization_config": packed() | {"format": "nvfp4-pack-quantized"}}},
-            "supported: pack-quantized",
+            {"config": {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": False}}},
+            "zero_point False is not supported with awq; supported: True$",
         ),
-        ({"config": {"quantization_config": packed() | {"format": "float-quantized"}}}, "4-bit int weights as floats"),
-        ({"config": {"quantization_config": packed(6)}}, "6-bit int weights"),
-        ({"config": {"quantization_config": packed(strategy="tensor")}}, "one scale a tensor"),
-        ({"config": {"quantization_config": packed(input_activations={"num_bits": 8})}}, "quantised activations"),
+        ({"config": {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}}, "fmt 'e5m2' .*: e4m3, "),
+        ({"config": {"quantization_config": GPTQ | {"bits": 3}}}, "bits 3 .* with gptq; supported: 2, 4, 8$"),
+        ({"config": {"quantization_config": GPTQ | {"bits": True}}}, "bits True is not supported with gptq"),
+        ({"config": {"quantization_config": GPTQ | {"checkpoint_format": "marlin"}}}, "checkpoint_format 'marlin' "),
+        (
+            {"config": {"quantization_config": GPTQ | {"dynamic": {r"+:.*\.down_proj": {"bits": 8}}}}},
+            "dynamic .* has {'bits': 8}, which is not supported; supported: .*'bits': 4.* in all layers$",
+        ),
+        (
+            {"config": {"quantization_config": packed() | {"format": "mxfp4-pack-quantized"}}},
+            "format 'mxfp4-pack-quantized' .*; supported: pack-quantized, int-quantized, .*nvfp4-pack-quantized$",
+        ),
+        ({"config": {"quantization_config": packed() | {"format": "float-quantized"}}}, "type 'int' .*: float$"),
+        ({"config": {"quantization_config": packed(6)}}, "num_bits 6 is not supported .*; supported: 4, 8$"),
+        ({"config": {"quantization_config": packed(strategy="tensor")}}, "strategy 'tensor' .*: group, channel$"),
+        (
+            {"config": {"quantization_config": packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}}},
+            "sparsity_config.format 'sparse-24-bitmask' .*; supported: dense$",
+        ),
+        (
+            {"config": {"quantization_config": packed() | {"transform_config": {"config_groups": {"u": {}}}}}},
+            "transform_config with rotations",
+        ),
+        (
+            {"config": {"quantization_config": float4(group_size=32)}},
+            "group_size 32 is not supported with compressed-tensors; supported: 16$",
+        ),
+        (
+            {"config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}}},
+            "quant_algo 'W4A8_AWQ' is not supported with modelopt; supported: FP8, NVFP4$",
+        ),
+        (
+            {"hf_quant_config": {"quantization": {"quant_algo": "NVFP4", "group_size": 32}}},
+            "hf_quant_config.json: group_size 32 is not supported with nvfp4; supported: 16$",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises(UnsupportedModel, match=message) as caught:
         found_in(tmp_path, **files)
+    assert caught.value.message.startswith(
+        ("quantization_config of config.json: ", *(f"{name}.json: " for name in files))
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +177,9 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, files: dict[str, Any], m
         (packed(group_size=None), "group_size must be an integer, found None"),
         (packed() | {"config_groups": {}}, "config_groups must be an object of groups"),
         (packed(weights=None), "weights of a config group must be an object"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two integers > 0"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be two integers > 0"),
+        (GPTQ | {"dynamic": 3}, "quantization_config of config.json has a value of the wrong kind"),
     ],
 )
 def test_nonsense_is_named(tmp_path: Path, config: object, message: str) -> None:
@@ -121,12 +190,12 @@ def test_nonsense_is_named(tmp_path: Path, config: object, message: str) -> None
 def test_groups_that_differ_are_refused(tmp_path: Path) -> None:
     config = packed()
     config["config_groups"]["group_1"] = packed(8)["config_groups"]["group_0"]
-    with pytest.raises(UnsupportedModel, match="different bits or sizes"):
+    with pytest.raises(UnsupportedModel, match="config_groups with different bits"):
         found_in(tmp_path, config={"quantization_config": config})
 
 
 def test_the_flag_must_fit_the_checkpoint() -> None:
-    gptq = Quantization.gptq(4, 128)
+    gptq = Quantization(method="gptq", bits=4, group_size=128)
     int8 = Quantization(method="compressed-tensors", bits=8, group_size=-1)
     for asked, found in ((None, None), (None, gptq), ("gptq", gptq), ("int8", int8), ("compressed-tensors", int8)):
         check_flag(asked, found)

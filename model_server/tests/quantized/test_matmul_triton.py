@@ -42,7 +42,8 @@ def matrix_of(
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [(CodeKind.INT4, 32), (CodeKind.INT4, 512), (CodeKind.INT8, 64), (CodeKind.FLOAT8, 128)]
+    ("kind", "size"),
+    [(CodeKind.INT4, 32), (CodeKind.INT4, 512), (CodeKind.INT8, 64), (CodeKind.FLOAT8, 128), (CodeKind.FLOAT4, 16)],
 )
 def test_bits_of_the_weights(kind: CodeKind, size: int) -> None:
     """Unpacked, they are what loading would have made of them, bit for bit; words take the bits and nothing more."""

@@ -19,11 +19,13 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.mlp import Mlp
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
 from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 from funitel.model_server.registry.lookup import spec_of
 from funitel.proto.errors import SettingsError
 from funitel_testing import forward_worker
 from funitel_testing.executors import load_executor
 from funitel_testing.packed import awq_tensors, compressed_tensors, gptq_tensors, random_float8, random_layer
+from funitel_testing.published import MODELS, save_published
 from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.threads import on_ranks
@@ -148,6 +150,28 @@ def test_kernels_that_keep_weights_packed_give_the_same_logits(
     expected = forward_worker.run(float_folder, TensorParallel(), prompts(), NUM_DECODE)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_nvfp4_stays_four_bits_in_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from funitel.model_server.quantized import matmul_kernels
+
+    monkeypatch.setattr(matmul_kernels, "multiply", one_at_a_time(matmul_kernels.multiply))
+    kinds = []
+
+    def recorded(codes: Any, kind: CodeKind) -> PackedMatrix:
+        kinds.append(kind)
+        return make(codes, kind)
+
+    make = PackedMatrix.of
+    monkeypatch.setattr(PackedMatrix, "of", recorded)
+    tiny = replace(MODELS["qwen3"], config={**MODELS["qwen3"].config, "num_hidden_layers": 1, "hidden_size": 48})
+    float_folder = save_published(tiny, tmp_path / "model", "nvfp4")
+    expected = forward_worker.run(float_folder, TensorParallel(), prompts(), NUM_DECODE)
+    found = on_ranks(2, lambda parallel: packed_logits(tmp_path / "model", parallel))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-4
+    assert set(kinds) == {CodeKind.FLOAT4}
 
 
 def one_at_a_time(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import transformers
 
-from funitel.model_server.registry import decoders, hybrid, row
-from funitel.model_server.registry.lookup import FAMILIES, spec_of
+from funitel.model_server.registry import families, rules
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.tools.spec import check
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.zoo import ZOO
@@ -80,8 +81,9 @@ def test_every_row_that_transformers_knows_is_held_against_it() -> None:
 # All that rules may read, and more, but what the base of all classes reads, and what says which tensors are of no use.
 _FIELDS = {
     field
-    for module in (decoders, hybrid, row)
-    for field in re.findall(r'"(\w+)"', Path(module.__file__ or "").read_text())
+    for package in (families, rules)
+    for path in Path(package.__path__[0]).glob("*.py")
+    for field in re.findall(r'"(\w+)"', path.read_text())
 }
 _FIELDS -= {"architectures", "tie_word_embeddings", "partial_rotary_factor", "original_max_position_embeddings"}
 _FIELDS -= {"rope_theta", "rope_scaling", "rope_parameters", "num_nextn_predict_layers", "num_mtp_layers"}

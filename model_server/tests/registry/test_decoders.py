@@ -1,12 +1,16 @@
 """Every architecture of the table against transformers: the short form of `python -m funitel_testing.families`."""
 
 import json
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
 from funitel.model_server.cpu.coverage import missing
-from funitel.model_server.registry.lookup import FAMILIES, spec_of
+from funitel.model_server.registry import families
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.json_file import from_json, to_json
 from funitel_testing.families import TOLERANCE, worst_error
 from funitel_testing.zoo import ZOO
@@ -20,6 +24,11 @@ def test_two_ranks_give_the_logits_of_transformers(name: str, tmp_path: Path) ->
     spec = spec_of(json.loads((tmp_path / "config.json").read_text()))
     for is_whole in (False, True):
         assert from_json(to_json(spec, is_whole=is_whole), "spec") == spec
+
+
+def test_no_architecture_is_in_two_modules_of_families() -> None:
+    modules = [import_module(f"{families.__name__}.{found.name}") for found in iter_modules(families.__path__)]
+    assert sorted(name for module in modules for name in module.ROWS) == sorted(FAMILIES)
 
 
 def test_every_row_has_a_checkpoint_in_the_zoo() -> None:

@@ -14,6 +14,7 @@ from funitel.proto.errors import WeightsError
 _BLOCK = 32  # numbers that share a scale
 _NUM_BYTES = _BLOCK // 2
 _BIAS = 127  # of the exponents
+_MAX_EXPONENT = 252  # beyond, 6 times the scale is no float32; 255 stands for none at all
 # Of a sign, two bits of exponent and one of mantissa.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PAIRS = torch.tensor([(_VALUES[byte & 15], _VALUES[byte >> 4]) for byte in range(256)])  # what each byte says
@@ -25,7 +26,7 @@ class Mxfp4Storage(Storage):
     A byte holds two numbers, the lower bits first. The matrix is exact in every precision with the range of bfloat16.
 
     Raises:
-        WeightsError: a part is missing or misshapen, or the stack has fewer matrices.
+        WeightsError: a part is missing or misshapen, the stack has fewer matrices, or an exponent makes no number.
     """
 
     def __init__(self, files: Files, stem: str, place: int) -> None:
@@ -59,6 +60,9 @@ class Mxfp4Storage(Storage):
             slice(start, -(-end // _BLOCK)),
         )
         codes, exponents = self._blocks[part][0].to(device), self._scales[part][0].to(device)
+        most = int(exponents.max()) if exponents.numel() else 0
+        if most > _MAX_EXPONENT:
+            raise WeightsError(f"tensor {self.names[1]} holds the scale {most}; scales must be at most {_MAX_EXPONENT}")
         wide = dtype if dtype is torch.bfloat16 else torch.float32
         numbers = F.embedding(codes.int(), _PAIRS.to(device, wide)).flatten(-2)  # [rows, blocks, 32]
         scales = torch.ldexp(torch.ones(exponents.shape, device=device), exponents.int() - _BIAS).to(wide)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
+from funitel.model_server.checkpoint.float_storages import open_float8_stack
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
-from funitel.model_server.checkpoint.quantized_storage import TGI_TENSORS, QuantizedStorage, gptq_tensors, open_storages
+from funitel.model_server.checkpoint.open_storages import TGI_TENSORS, gptq_tensors, open_storages
+from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage
 from funitel.model_server.checkpoint.storage import (
     Range,
     RenamedTensor,
@@ -28,8 +30,9 @@ from funitel.model_server.checkpoint.storage import (
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.config import Quantization, find_quantization
+from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
+from funitel.model_server.quantized.published import find_quantization
 from funitel.proto.errors import WeightsError
 
 
@@ -302,7 +305,9 @@ class Weights:
             return self._storages[name]
         stacked = self._stack_of(name)
         if stacked is not None:
-            return StackedStorage(self._files, *stacked)
+            stack, place, num_dims = stacked
+            floats = open_float8_stack(self._files, stack, place, self.quantization) if num_dims == 2 else None
+            return floats or StackedStorage(self._files, stack, place, num_dims)
         packed = self._mxfp4_of(name)
         if packed is not None:
             return Mxfp4Storage(self._files, *packed)

@@ -8,8 +8,9 @@ calls each tensor of the file and how it lies there. Every tensor of the file mu
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funitel.model_server.convert.gguf_architectures import ROLES, Architecture, find_architecture
+from funitel.model_server.convert.gguf_architectures import find_architecture
 from funitel.model_server.convert.gguf_reader import GgufFile, read_gguf
+from funitel.model_server.convert.gguf_row import ROLES, Architecture
 from funitel.model_server.convert.gguf_tokenizer import build_tokenizer, special_token_id
 from funitel.model_server.convert.hf_folder import write_json
 from funitel.model_server.files.gguf_pointer import GROUPED, HALVES, GgufEntry, GgufPointer, part_of, write_pointer

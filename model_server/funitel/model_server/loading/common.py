@@ -16,6 +16,8 @@ from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.quantized.config import check_flag
+from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -196,6 +198,15 @@ def check_honoured(given: Mapping[str, object], models: str) -> None:
     for flag, value in given.items():
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for {models}")
+
+
+def check_quantize(asked: str | None, folder: Path, models: str) -> None:
+    """Raise SettingsError for a `--quantize` that does not confirm what a checkpoint of `models` says of itself."""
+    quantization = find_quantization(folder)
+    if quantization is None:
+        check_honoured({"--quantize": asked}, models)
+    else:
+        check_flag(asked, quantization)
 
 
 def set_threads(asked: int | None) -> None:

@@ -14,7 +14,7 @@ from funitel.model_server.device.torch_import import register_shapes
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.loading.common import Loaded, check_honoured, decoder_flags
+from funitel.model_server.loading.common import Loaded, check_honoured, check_quantize, decoder_flags
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import (
@@ -74,7 +74,8 @@ def load_fallback(
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
     models = models_without(no_row)
     refuse_host_memory(settings, models)
-    check_honoured(decoder_flags(settings), models)
+    check_quantize(settings.quantize, folder, models)
+    check_honoured({**decoder_flags(settings), "--quantize": None}, models)
     split = None
     if settings.world_size > 1:
         check_device(device, settings.world_size)

@@ -18,13 +18,14 @@ import triton.language as tl
 from funitel.model_server.quantized.bit_packing import WORD_BITS, Codes
 from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.quantized.matmul import Product
-from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
+from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix, is_float4
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
 _MIN_CHUNKS = 4  # of a part: what a program reads to be worth its start
 _MAX_PARTS = 16
 _INT4 = tl.constexpr(int(CodeKind.INT4))
 _FLOAT8 = tl.constexpr(int(CodeKind.FLOAT8))
+_FLOAT4 = tl.constexpr(int(CodeKind.FLOAT4))
 # 2**23 as a float32: an integer below 2**23 in its mantissa's place is that float32 more.
 _MAGIC_BITS = tl.constexpr(0x4B000000)
 _MAGIC = tl.constexpr(8388608.0)
@@ -115,11 +116,15 @@ def _constants(matrix: PackedMatrix) -> dict[str, int | bool]:
 
 @triton.jit
 def _values(word, place: tl.constexpr, KIND: tl.constexpr):
-    """The codes at one place of words as float32: of e4m3 a 256th, of integers 2**23 more."""
+    """The codes at one place of words as float32: of e4m3 a 256th, of e2m1 a 2**14th, of integers 2**23 more."""
     if KIND == _FLOAT8:
         # Sign, exponent and mantissa in their places in a float16, where the exponent counts from 8 further below.
         code = word >> (8 * place)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == _FLOAT4:
+        code = word >> (4 * place)
+        bits = ((code & 0x8) << 12) | ((code & 0x7) << 9)
         return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         if KIND == _INT4:
@@ -145,6 +150,8 @@ def _weights(values, scales, zeros, is_column, KIND: tl.constexpr, MIDDLE: tl.co
     scale = tl.load(scales, mask=is_column, other=0.0).to(tl.float32)
     if KIND == _FLOAT8:
         return values * (scale * 256.0)[None, :]
+    elif KIND == _FLOAT4:
+        return values * (scale * 16384.0)[None, :]
     else:
         zero = MIDDLE + _MAGIC
         if HAS_ZEROS:
@@ -326,6 +333,6 @@ class TritonProducts:
 
 def _kind_of(codes: Codes) -> CodeKind:
     if codes.codes.dtype is not torch.uint8:
-        return CodeKind.FLOAT8
+        return CodeKind.FLOAT4 if is_float4(codes.codes) else CodeKind.FLOAT8
     most = max(int(part.max()) if part.numel() else 0 for part in (codes.codes, codes.zeros))
     return CodeKind.INT4 if most < 1 << CodeKind.INT4.bits else CodeKind.INT8

@@ -23,16 +23,17 @@ class CodeKind(IntEnum):
     INT4 = 0
     INT8 = 1
     FLOAT8 = 2  # e4m3, the exponents of which go down to -6
+    FLOAT4 = 3  # e2m1, of which e4m3 has every number
 
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self is CodeKind.INT4 else 8
+        return 4 if self in (CodeKind.INT4, CodeKind.FLOAT4) else 8
 
     @property
     def middle(self) -> int:
         """The zero point of a matrix that has no zero points of its own."""
-        return 0 if self is CodeKind.FLOAT8 else 1 << (self.bits - 1)
+        return 0 if self in (CodeKind.FLOAT8, CodeKind.FLOAT4) else 1 << (self.bits - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +63,7 @@ class PackedMatrix:
             num_inputs=num_inputs,
             span=span,
             group_spans=group_spans,
-            words=_words(codes.codes.view(torch.uint8), order.to(device), span, kind.bits),
+            words=_words(_as_integers(codes.codes, kind), order.to(device), span, kind.bits),
             scales=codes.scales.t().contiguous(),
             zeros=codes.zeros.t().contiguous() if has_zeros else None,
             order=None if is_plain else order.to(device, torch.int32),
@@ -79,6 +80,29 @@ class PackedMatrix:
         """Memory it takes."""
         parts = (self.words, self.scales, self.zeros, self.order, self.groups)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def is_float4(codes: torch.Tensor) -> bool:
+    """Whether codes in e4m3 are all numbers of e2m1."""
+    return bool((_FLOAT4_CODES.to(codes.device)[codes.view(torch.uint8).int()] != NOWHERE).all())
+
+
+def _as_integers(codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """The bits of codes, of e2m1 four of them."""
+    integers = codes.view(torch.uint8)
+    return _FLOAT4_CODES.to(codes.device)[integers.int()].to(torch.uint8) if kind is CodeKind.FLOAT4 else integers
+
+
+def _float4_codes() -> torch.Tensor:
+    """For each number of e4m3 its bits in e2m1, NOWHERE where that has none."""
+    found = torch.full((256,), NOWHERE, dtype=torch.int16)
+    for sign in (0, 8):
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).copysign(torch.tensor(-1.0 if sign else 1.0))
+        found[values.to(torch.float8_e4m3fn).view(torch.uint8).int()] = torch.arange(8, dtype=torch.int16) + sign
+    return found
+
+
+_FLOAT4_CODES = _float4_codes()
 
 
 def _laid_out(groups: torch.Tensor, per_word: int) -> tuple[int, torch.Tensor, torch.Tensor]:

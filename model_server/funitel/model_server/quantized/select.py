@@ -1,6 +1,7 @@
 """Select the quantised matmul of a device: kernels that read the weights as they are, where a kernel check passes."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -70,7 +71,10 @@ def check(products: QuantizedMatmul, device: torch.device, dtype: torch.dtype) -
         )
 
     floats = round_float8(torch.randn(num_outputs, num_inputs, generator=generator).to(device))
-    for kind, codes in (("4 bits", integers(4)), ("8 bits", integers(8)), ("float8", floats)):
+    halves = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -6.0], device=device)
+    small = replace(floats, codes=halves[drawn(9, num_outputs, num_inputs).int()].to(torch.float8_e4m3fn))
+    kinds = {"4 bits": integers(4), "8 bits": integers(8), "float8": floats, "float4": small}
+    for kind, codes in kinds.items():
         product, weights = products.of([codes], None), codes.dequantize(torch.float32)
         for num_rows in _PROBE_ROWS:
             x = torch.randn(num_rows, num_inputs, generator=generator).to(device, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from funitel.model_server.registry.row import Config, activation, first, reading_config
+from funitel.model_server.registry.rules.row import Config, activation, first, reading_config
 from funitel.model_server.spec.encoder_decoder import CrossNames, DistanceBiasSpec, Seq2SeqSpec
 from funitel.model_server.spec.json_file import check_types
 from funitel.model_server.spec.model_spec import ModelSpec, Norm, NormPlacement, Position

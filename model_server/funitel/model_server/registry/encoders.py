@@ -6,7 +6,7 @@ Source for every mapping: the field names of the family's `config.json`.
 from collections.abc import Callable
 from typing import Any
 
-from funitel.model_server.registry.row import Config, reading_config
+from funitel.model_server.registry.rules.row import Config, reading_config
 from funitel.model_server.spec.encoder import EncoderNames, EncoderSpec, HeadNames
 from funitel.proto.errors import UnsupportedModel
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.registry.decoders import FAMILIES as _DECODERS
-from funitel.model_server.registry.hybrid import HYBRIDS
-from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.nearest import nearest_row
+from funitel.model_server.registry.rules.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
 from funitel.model_server.registry.unread_fields import read_by
 from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
 from funitel.model_server.spec.json_file import check_types, read_spec
@@ -15,9 +15,6 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
 
 _Defaults = Mapping[str, Any]
-
-FAMILIES = {**_DECODERS, **HYBRIDS}
-"""Every decoder that has a row."""
 
 
 def _sizes(
@@ -238,8 +235,8 @@ def spec_of(config: Config) -> ModelSpec:
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
         raise NoRow(
-            f"architecture {', '.join(architectures) or 'not named in config.json'} is not supported: docs/models.md "
-            f"lists the {len(FAMILIES)} that are, and --model-spec can describe another",
+            f"architecture {', '.join(map(str, architectures)) or 'not named in config.json'} is not supported: "
+            f"{_alternative(nearest_row(config))}",
             why="no row of the table is for it",
         )
     with reading_config(architectures[0]):
@@ -254,6 +251,14 @@ def spec_of(config: Config) -> ModelSpec:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"config.json of {architectures[0]}: {_as_written(error.message, config)}") from error
     return spec
+
+
+def _alternative(nearest: str) -> str:
+    """What to do about a model of which no row is, but one is near."""
+    return (
+        f"the nearest of {len(FAMILIES)} rows (docs/models.md) is {nearest}; if the model differs by values only, "
+        f"funitel spec show MODEL --architecture {nearest} prints a spec to edit, and --model-spec serves it"
+    )
 
 
 def holds_more_than_text(spec: ModelSpec) -> bool:

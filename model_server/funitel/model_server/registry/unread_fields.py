@@ -5,7 +5,7 @@ Such a field changes nothing in transformers, so it changes nothing here. The te
 
 from collections.abc import Mapping
 
-from funitel.model_server.registry.row import Config
+from funitel.model_server.registry.rules.row import Config
 
 _GPT = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM")
 _GATED_EXPERTS = (

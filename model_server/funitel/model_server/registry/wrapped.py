@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from funitel.model_server.registry.row import Config
+from funitel.model_server.registry.rules.row import Config
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow
 

@@ -151,6 +151,9 @@ class SpecSettings:
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     model_spec: str | None = setting(None, "check: JSON file to check, instead of the model's own spec.", env=None)
     all_fields: bool = setting(False, "show: print every field, those with their defaults too.", env=None)
+    architecture: str | None = setting(
+        None, "show: architecture to read config.json as, in place of the one it names.", env=None
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -158,6 +161,7 @@ class SpecSettings:
         )
         require(self.model_spec is None or self.action == "check", "--model-spec is for spec check, not spec show")
         require(not self.all_fields or self.action == "show", "--all-fields is for spec show, not spec check")
+        require(self.architecture is None or self.action == "show", "--architecture is for spec show, not spec check")
 
 
 @dataclass(frozen=True, kw_only=True)

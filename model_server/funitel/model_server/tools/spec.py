@@ -49,9 +49,17 @@ class Inspection(Weights):
             self.problems.append(problem)
 
 
-def show(folder: Path, *, is_whole: bool) -> str:
-    """The spec of a checkpoint as JSON; of an encoder-decoder those of both stacks. Raises: `StartupError`."""
+def show(folder: Path, *, is_whole: bool, architecture: str | None = None) -> str:
+    """The spec of a checkpoint as JSON; of an encoder-decoder those of both stacks.
+
+    `architecture` is one to read its `config.json` as, in place of the one that it names.
+
+    Raises:
+        StartupError: there is no spec for it.
+    """
     config = read_json(folder / "config.json")
+    if architecture is not None:
+        config["architectures"] = [architecture]
     spec = seq2seq_spec_of(config) if is_seq2seq(config) else spec_of(config)
     return to_json(spec, is_whole=is_whole)
 

@@ -300,7 +300,7 @@ def changed(folder: Path, **fields: Any) -> Path:
         ({"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}, "NobodysForCausalLM is not supported: .*"
          "; transformers [0-9.]* does not know it either"),
         ({"model_type": "t5", "architectures": ["T5Encoder"]}, "in transformers [0-9.]* it is no causal language mo"),
-        ({"quantization_config": {"quant_method": "awq"}}, "is quantised, and runs through transformers, which serves"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config of config.json: bits None is not"),
         ({"num_attention_heads": "six"}, "transformers [0-9.]* refuses its config.json: "),
         ({"num_hidden_layers": 10**9}, "says 1000000000 layers, the checkpoint has [0-9]* tensors"),
     ],

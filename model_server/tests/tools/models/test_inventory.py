@@ -11,9 +11,9 @@ from funitel.model_server.device.host_memory import AvailableMemory
 from funitel.model_server.executor import pool_sizing
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.loading.generator import load_generator
+from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
-from funitel.model_server.registry.lookup import FAMILIES
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models import needs

@@ -34,7 +34,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Model",
         "model_id tokenizer_name revision",
         "served_model_name cache_dir huggingface_hub_cache model_spec trust_remote_code tokenizer_config_path "
-        "all_fields",
+        "all_fields architecture",
     ),
     _group(
         "precision",

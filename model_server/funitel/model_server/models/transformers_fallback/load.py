@@ -15,12 +15,15 @@ from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
+from funitel.model_server.models.transformers_fallback.dequantized import DequantizedCheckpoint, is_quantized
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
+from funitel.model_server.quantized.published import find_quantization
 from funitel.proto.errors import FunitelError, NoRow, Unsuited, UnsupportedModel, WeightsError, translating
 
 logger = logging.getLogger(__name__)
 
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _LIBRARY = f"transformers {transformers.__version__}"
 
 
@@ -41,7 +44,7 @@ def read_config(folder: Path, no_row: NoRow, *, trusts_code: bool) -> Any:
 
     Raises:
         UnsupportedModel: transformers does not know the model either, or it is none that generates text from text
-            alone, or it brings code that is not trusted, or quantised weights.
+            alone, or it brings code that is not trusted, or weights quantised in a way that cannot be read.
     """
     given = read_json(folder / "config.json")
     is_known = given.get("model_type") in transformers.CONFIG_MAPPING
@@ -56,10 +59,11 @@ def read_config(folder: Path, no_row: NoRow, *, trusts_code: bool) -> Any:
         is_causal = has_code and trusts_code or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if not is_causal or config.is_encoder_decoder:
         raise UnsupportedModel(f"{no_row.message}; in {_LIBRARY} it is no causal language model")
-    if given.get("quantization_config") is not None:
-        raise UnsupportedModel(
-            f"{named(given)} is quantised, and runs through transformers, which serves floating-point weights only"
-        )
+    find_quantization(folder)  # refuses what cannot be read
+    for each in (config, config.get_text_config(decoder=True)):
+        for key in _QUANTIZATION_KEYS:
+            if hasattr(each, key):
+                delattr(each, key)  # its quantisers are not asked
     return config
 
 
@@ -102,17 +106,21 @@ def load_model(
     """
     transformers.utils.logging.set_verbosity_error()  # its reports of loading are ours to give
     transformers.utils.logging.disable_progress_bar()
-    with translating_errors(f"transformers cannot load {folder}", WeightsError):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trusts_code,
-            use_safetensors=weight_files(folder)[0].suffix == ".safetensors",
-            local_files_only=True,
-            output_loading_info=True,
-            **({} if split is None else split.settings()),
-        )
+    settings = {} if split is None else split.settings()
+    if is_quantized(folder):
+        model, info = _load_quantized(folder, config, dtype, settings, trusts_code=trusts_code)
+    else:
+        with translating_errors(f"transformers cannot load {folder}", WeightsError):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trusts_code,
+                use_safetensors=weight_files(folder)[0].suffix == ".safetensors",
+                local_files_only=True,
+                output_loading_info=True,
+                **settings,
+            )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise WeightsError(f"the checkpoint lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}")
@@ -122,6 +130,23 @@ def load_model(
     if split is not None:
         split.regroup(model)
     return model.eval().requires_grad_(False).to(device)
+
+
+def _load_quantized(
+    folder: Path, config: Any, dtype: torch.dtype, settings: Mapping[str, Any], *, trusts_code: bool
+) -> tuple[Any, Mapping[str, Any]]:
+    """The model of a quantised checkpoint in floating point, and what transformers says of loading it."""
+    kind = type(hollow(config, trusts_code=trusts_code))
+    checkpoint = DequantizedCheckpoint(folder)
+    with translating(
+        lambda error: (
+            checkpoint.failure or WeightsError(f"transformers cannot load {folder}, dequantised: {first_line(error)}")
+        )
+    ):
+        found: tuple[Any, Mapping[str, Any]] = kind.from_pretrained(
+            None, config=config, dtype=dtype, state_dict=checkpoint.tensors, output_loading_info=True, **settings
+        )
+    return found
 
 
 _LENGTHS = (9, 5)  # tokens of the sequences

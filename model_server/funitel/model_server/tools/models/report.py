@@ -13,9 +13,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.hub import resolve
+from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
-from funitel.model_server.registry.lookup import FAMILIES, spec_of
+from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import DTYPES, ModelsSettings
 from funitel.model_server.settings.catalogue import CATALOGUE

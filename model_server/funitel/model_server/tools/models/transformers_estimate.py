@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.loading.common import check_honoured, choose_device, choose_dtype
+from funitel.model_server.loading.common import check_quantize, choose_device, choose_dtype
 from funitel.model_server.loading.transformers import context_of, models_without
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
@@ -29,7 +29,7 @@ def estimate(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Needs:
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    check_honoured({"--quantize": settings.quantize}, models_without(no_row))
+    check_quantize(settings.quantize, folder, models_without(no_row))
     model = hollow(config, trusts_code=settings.trust_remote_code)
     split = Split.of(model, settings.num_shard) if settings.num_shard > 1 else None
     context = context_of(config.get_text_config(decoder=True), folder)

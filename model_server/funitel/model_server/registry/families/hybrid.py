@@ -1,4 +1,4 @@
-"""The table of decoders of which some layers keep a state: architecture -> its differences from a Llama, as `decoders`.
+"""Rows of decoders of which some layers keep a state.
 
 Source for every row: the family's class in transformers, its configuration and the tensor names of its checkpoints.
 """
@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from funitel.model_server.registry.decoders import _GRANITE as GRANITE
-from funitel.model_server.registry.decoders import _GRANITE_SHARED as GRANITE_SHARED
-from funitel.model_server.registry.decoders import experts
-from funitel.model_server.registry.row import (
+from funitel.model_server.registry.families.granite import GRANITE, GRANITE_SHARED
+from funitel.model_server.registry.rules.common import ATTENTION_BIASES
+from funitel.model_server.registry.rules.experts import experts
+from funitel.model_server.registry.rules.row import (
     HIDDEN_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
@@ -26,10 +26,6 @@ from funitel.model_server.registry.row import (
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, NormPlacement, Position, QkNorm
 from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
-
-_ATTENTION_BIAS = first("attention_bias", default=False)
-_ATTENTION_BIASES: dict[str, Any] = {"has_qkv_bias": _ATTENTION_BIAS, "has_out_bias": _ATTENTION_BIAS}
-
 
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
@@ -76,7 +72,7 @@ def _delta_net(config: Config) -> DeltaNetSpec:
 
 
 # Qwen3-Next and 3.5: gates of attention lie with the queries, norms but those of gated heads are stored less 1.
-_QWEN: dict[str, Any] = _ATTENTION_BIASES | {
+_QWEN: dict[str, Any] = ATTENTION_BIASES | {
     "norm_offset": 1.0,
     "qk_norm": QkNorm.HEAD,
     "has_output_gate": True,
@@ -275,7 +271,7 @@ def _nemotron_mamba2(config: Config) -> Mamba2Spec:
     )
 
 
-HYBRIDS: dict[str, ArchitectureRow] = {
+ROWS: dict[str, ArchitectureRow] = {
     "Qwen3NextForCausalLM": row(
         **_QWEN,
         experts=experts(is_normalized=first("norm_topk_prob", default=True), shared_size=_SHARED_UNITS),
@@ -310,7 +306,7 @@ HYBRIDS: dict[str, ArchitectureRow] = {
     ),
     "GraniteMoeHybridForCausalLM": row(**_GRANITE, names=_GRANITE_NAMES),
     "BambaForCausalLM": row(
-        **_ATTENTION_BIASES,
+        **ATTENTION_BIASES,
         has_mlp_bias=first("mlp_bias", default=False),
         norm_eps=first("rms_norm_eps", default=1e-5),
         rotary=lambda c: rotary(part=0.5)(_bamba_rotary(c)),
@@ -359,7 +355,7 @@ HYBRIDS: dict[str, ArchitectureRow] = {
         },
     ),
     "OlmoHybridForCausalLM": row(
-        **_ATTENTION_BIASES,
+        **ATTENTION_BIASES,
         norm_placement=NormPlacement.POST,
         state_norm_placement=NormPlacement.PRE,
         qk_norm=QkNorm.WHOLE,
