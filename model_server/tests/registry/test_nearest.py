@@ -22,6 +22,12 @@ from funitel_testing.zoo import ZOO
         ({"architectures": ["XyzForCausalLM"], "model_type": "gemma5_text"}, "Gemma3ForCausalLM"),
         ({"architectures": ["Kimi3ForCausalLM"], "kv_lora_rank": 512, "n_routed_experts": 8}, "DeepseekV3ForCausalLM"),
         ({"architectures": ["DeepseekV4ForCausalLM"], "kv_lora_rank": 9, "n_routed_experts": 8}, "DeepseekV3ForCausal"),
+        (
+            {"architectures": ["Qwen4NextForCausalLM"], "linear_conv_kernel_dim": 4, "num_experts": 8},
+            "Qwen3NextForCausal",
+        ),
+        ({"architectures": ["XyzForCausalLM"], "mamba_d_conv": 4}, "Qwen3_5ForCausalLM"),
+        ({"kv_lora_rank": 9, "mamba_d_conv": 4}, "LlamaForCausalLM"),
         ({}, "LlamaForCausalLM"),
     ],
 )
