@@ -108,7 +108,7 @@ class KernelCheck:
     @property
     def decode(self) -> Rows:
         """Rows that decode behind long contexts, as many as fill what may be timed."""
-        bytes_each = KVCache.bytes_per_block(self._spec, self._heads.num_kv_heads, _DECODE_CONTEXT, self._kv_dtype)
+        bytes_each = KVCache.bytes_per_block(self._spec, self._heads, _DECODE_CONTEXT, self._kv_dtype)
         return [(_DECODE_CONTEXT - 1, 1)] * max(1, min(64, _MAX_TIMED_BYTES // bytes_each))
 
     def check(self, backend: AttentionBackend, reference: AttentionBackend, rows: Rows = PROBE) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.kv_cache.layout import BlockLayout, LayerPlace
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import BlockCopy
@@ -18,6 +19,8 @@ Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset 
 
 class KVCache:
     """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, cached_dim] of one pool.
+
+    Layers may differ in heads and in elements, and several may have the same view (see `layout`).
 
     A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
     first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
@@ -39,11 +42,17 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        parts = _num_parts(spec)
-        shape = (num_blocks, spec.num_layers, parts, block_size, heads.num_kv_heads, spec.cached_dim)
-        self.pool = _zeros(shape, dtype, device)
-        self.keys = self.pool[:, :, 0].unbind(1)
-        self.values = self.keys if parts == 1 else self.pool[:, :, 1].unbind(1)
+        layout = BlockLayout.of(spec, heads, block_size)
+        self.pool = _zeros((num_blocks, layout.num_elements), dtype, device)
+        self.keys = tuple(self._view(place, 0) for place in layout.places)
+        self.values = self.keys if spec.latent else tuple(self._view(place, 1) for place in layout.places)
+
+    def _view(self, place: LayerPlace, part: int) -> torch.Tensor:
+        """One part of a layer in every block, [num_blocks, block_size, num_kv_heads, dim]."""
+        size = place.num_elements(self.block_size) // place.num_parts
+        start = place.start + part * size
+        shape = self.num_blocks, self.block_size, place.num_kv_heads, place.dim
+        return self.pool[:, start : start + size].view(shape)
 
     @property
     def num_bytes(self) -> int:
@@ -51,10 +60,9 @@ class KVCache:
         return self.pool.numel() * self.pool.element_size()
 
     @staticmethod
-    def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
-        """Memory one block takes on a rank with `num_kv_heads`."""
-        num_elements = _num_parts(spec) * block_size * num_kv_heads * spec.cached_dim
-        return spec.num_layers * num_elements * dtype.itemsize
+    def bytes_per_block(spec: ModelSpec, heads: HeadSplit, block_size: int, dtype: torch.dtype) -> int:
+        """Memory one block takes on the rank that has `heads`."""
+        return BlockLayout.of(spec, heads, block_size).num_elements * dtype.itemsize
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
@@ -92,10 +100,6 @@ def _put(cached: torch.Tensor, slots: Slots, numbers: torch.Tensor) -> None:
     cached.index_put_(slots, numbers)
 
 
-def _num_parts(spec: ModelSpec) -> int:
-    return 1 if spec.latent is not None else 2
-
-
 class Pools(Protocol):
     """How this rank's pool of a model is made."""
 
@@ -128,12 +132,13 @@ class SpecPools:
     @property
     def bytes_per_block(self) -> int:
         """See Pools."""
-        return KVCache.bytes_per_block(self.spec, self.heads.num_kv_heads, self.block_size, self.dtype)
+        return KVCache.bytes_per_block(self.spec, self.heads, self.block_size, self.dtype)
 
     @property
     def total_bytes_per_block(self) -> int:
         """See Pools."""
-        return KVCache.bytes_per_block(self.spec, self.spec.num_kv_heads, self.block_size, self.dtype)
+        whole = HeadSplit.of(self.spec.num_heads, self.spec.num_kv_heads, 1, 0)
+        return KVCache.bytes_per_block(self.spec, whole, self.block_size, self.dtype)
 
     def make(self, num_blocks: int) -> KVCache:
         """See Pools."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+from funitel.model_server.spec.layer_spec import AltUpSpec, LayerEmbeddingSpec, LayerSpec
 from funitel.model_server.spec.tensor_names import TensorNames
 
 
@@ -87,13 +88,14 @@ class RotaryScaling:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     is_truncated: bool = True  # yarn: whole dimensions as bounds
+    share: float = 1.0  # proportional: of the frequencies, the fastest, that turn; the others are 0
     amplitude: float = 1.0  # multiplies cosines and sines
     long_amplitude: float | None = None  # longrope: in place of it beyond the trained context; None: the same
     short_factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency, within the trained context
     long_factors: tuple[float, ...] = ()  # longrope: beyond it
 
 
-ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,9 @@ class ExpertsSpec:
     jitter: float = 0.0  # sparsemixer: scores count that are off the largest by twice as much, relative to their size
 
 
+_AS_THE_MODEL = LayerSpec()
+
+
 class ModelFacts(Protocol):
     """What is to be known of any model besides how to compute it."""
 
@@ -195,6 +200,7 @@ class ModelSpec:
     qk_norm: QkNorm = QkNorm.NONE
     has_qk_norm_bias: bool = False
     is_qk_norm_last: bool = False  # heads are normalised once they are rotated, in layers where they are
+    has_value_norm: bool = False  # value heads are normalised too, each by itself and without weights
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
@@ -227,6 +233,12 @@ class ModelSpec:
     has_mlp_bias: bool = False  # of all MLPs but a mixture's experts
     has_head_bias: bool = False
 
+    layers: tuple[LayerSpec, ...] = ()  # what layers have of their own; empty: all are alike
+    layer_embeddings: LayerEmbeddingSpec | None = None
+    has_layer_scale: bool = False  # hidden states behind a layer are multiplied by a number of the checkpoint
+    laurel_rank: int | None = None  # of a learnt residual beside attention (LAuReL, arXiv 2411.07501)
+    altup: AltUpSpec | None = None
+
     embedding_size: int | None = None  # of the embedding table; None: the hidden size
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies what a block adds to the residual
@@ -250,6 +262,17 @@ class ModelSpec:
     def cached_dim(self) -> int:
         """Elements of a token in the cache, for a KV head: its key, and as many for its value; with `latent` both."""
         return self.head_dim if self.latent is None else self.latent.rank + (self.rotary.dims or 0)
+
+    def layer(self, index: int) -> LayerSpec:
+        """What a layer has in place of the model's."""
+        return self.layers[index] if self.layers else _AS_THE_MODEL
+
+    def at(self, index: int) -> "ModelSpec":
+        """The spec with the sizes of one layer as the model's."""
+        own = self.layer(index)
+        sizes = {name: getattr(own, name) for name in ("head_dim", "num_kv_heads", "intermediate_size")}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, **given) if given else self
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has one plain MLP."""
