@@ -88,6 +88,8 @@ class Tiny:
             for name, buffer in model.named_buffers():
                 if "correction" in name:
                     buffer.copy_(torch.randn_like(buffer) * 0.2)
+                elif "layer_scalar" in name:
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
         return model
 
     def save(self, folder: Path) -> Any:
@@ -211,6 +213,31 @@ _LATENT: dict[str, Any] = _HEADS_ALIKE | {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
+}
+
+_FIVE_KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA3N: dict[str, Any] = _MODERN | {
+    "num_hidden_layers": 5,
+    "intermediate_size": [INNER, INNER, 75, INNER, INNER],
+    "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0],
+    "head_dim": 16,
+    "sliding_window": 20,
+    "layer_types": _FIVE_KINDS,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 200,
+    "laurel_rank": 7,
+    "altup_num_inputs": 3,
+}
+_GEMMA4: dict[str, Any] = _MODERN | {
+    "num_hidden_layers": 5,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 20,
+    "layer_types": _FIVE_KINDS,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 30.0,
 }
 
 ZOO: dict[str, Tiny] = {
@@ -400,6 +427,25 @@ ZOO: dict[str, Tiny] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
+    ),
+    "gemma3n": Tiny(kind="Gemma3nText", model="Gemma3nForCausalLM", config=_GEMMA3N),
+    "gemma3n_flat": Tiny(
+        kind="Gemma3nText",
+        model="Gemma3nForCausalLM",
+        config=_GEMMA3N | {"num_kv_shared_layers": 0, "altup_correct_scale": False, "intermediate_size": INNER},
+    ),
+    "gemma4": Tiny(kind="Gemma4Text", model="Gemma4ForCausalLM", config=_GEMMA4),
+    "gemma4_shared": Tiny(
+        kind="Gemma4Text",
+        model="Gemma4ForCausalLM",
+        config=_GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 288},
+    ),
+    "gemma4_moe": Tiny(
+        kind="Gemma4Text",
+        model="Gemma4ForCausalLM",
+        config=_GEMMA4
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 21}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0},
     ),
     "phi": Tiny(kind="Phi", config=_MODERN | {"partial_rotary_factor": 0.5}),
     "phi_qk_norm": Tiny(kind="Phi", config=_MODERN | {"qk_layernorm": True}),

@@ -34,7 +34,7 @@ class Attention:
         def name(template: str) -> str:
             return weights.prefix + template.format(i=index, j="{j}")
 
-        names, dim = spec.names, spec.head_dim
+        names, dim, own = spec.names, spec.head_dim, spec.layer(index)
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self.index = index
         self.backend = backend
@@ -51,7 +51,7 @@ class Attention:
         self.head_dim = dim
         self.qkv = ColumnLinear(
             weights,
-            qkv_parts(spec, heads, name),
+            qkv_parts(spec, heads, name, own),
             spec.hidden_size,
             has_bias=spec.has_qkv_bias,
             is_transposed=names.is_transposed,
@@ -60,12 +60,21 @@ class Attention:
         if spec.qk_norm is not QkNorm.NONE and not (spec.is_qk_norm_last and self.rotary is None):
             holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
             q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
-            norms = (
-                HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
-                HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
-            )
-        is_last = spec.is_qk_norm_last
-        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales, is_norm_last=is_last)
+            of_queries = HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1)
+            of_keys = of_queries
+            if own.kv_source is None:
+                of_keys = HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders)
+            norms = of_queries, of_keys
+        self.heads = HeadRule(
+            heads.num_heads,
+            heads.num_kv_heads if own.kv_source is None else 0,
+            spec.qkv_clip,
+            norms,
+            *scales,
+            is_norm_last=spec.is_qk_norm_last,
+            has_key_values=own.has_key_values,
+            value_eps=spec.norm_eps if spec.has_value_norm else None,
+        )
         self.gate: ColumnLinear | None = None
         if spec.has_output_gate:
             part = name(names.output_gate), spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from funitel.model_server.registry.gemma import GEMMA
 from funitel.model_server.registry.row import (
     HIDDEN_SIZE,
     NUM_HEADS,
@@ -1315,3 +1316,4 @@ FAMILIES: dict[str, ArchitectureRow] = {
 }
 FAMILIES["BaiChuanForCausalLM"] = FAMILIES["BaichuanForCausalLM"]
 FAMILIES["ChatGLMForConditionalGeneration"] = FAMILIES["ChatGLMModel"]
+FAMILIES |= GEMMA

@@ -105,6 +105,8 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4) | _GEMMA2_CAPPED,
     "VaultGemmaForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4) | _GEMMA2_CAPPED,
     "Gemma3ForCausalLM": _sizes(262208, 2304, 9216, 26, 8, 131072, 4) | _GEMMA2,
+    "Gemma3nForCausalLM": _sizes(262400, 2048, 16384, 35, 8, 32768, 2) | {"head_dim": 256},
+    "Gemma4ForCausalLM": _sizes(262144, 2304, 9216, 30, 8, 131072, 4) | {"head_dim": 256},
     "PhiForCausalLM": _sizes(51200, 2048, 8192, 24, 32, 2048) | {"layer_norm_eps": 1e-5},
     "Phi3ForCausalLM": _sizes(32064, 3072, 8192, 32, 32, 4096)
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},

@@ -151,6 +151,7 @@ class ExpertsSpec:
     group_depth: int = 1  # best experts of a group that rank it, by the sum of their scores
     shared_size: int = 0  # hidden units of an MLP that all tokens pass besides; 0: none
     shared_scale: float = 1.0  # multiplies what that MLP gives
+    is_beside_mlp: bool = False  # layers have the plain MLP as well, and add both up, each with norms of its own
     is_input_scaled: bool = False  # an expert reads its token times the share, instead of giving its result times it
     has_bias: bool = False  # of experts
     has_router_bias: bool = False

@@ -65,6 +65,28 @@ class TensorNames:
     shared_down: str = "layers.{i}.mlp.shared_experts.down_proj"
     shared_gate_up: str = ""
     shared_share: str = ""  # linear layer of one output: its sigmoid is how much of the shared MLP a token takes
+    router_scale: str = ""  # of hidden states that are normalised before the router reads them; the whole name
+    expert_scale: str = ""  # multiplies the share of each expert; the whole name
+    # Norms of the plain MLP and of the experts where a layer has both; these have no `mlp_norm`.
+    dense_norm: str = ""
+    dense_post_norm: str = ""
+    experts_norm: str = ""
+    experts_post_norm: str = ""
+
+    # What is in every layer besides, see `layer_spec`.
+    layer_embedding: str = "embed_tokens_per_layer"
+    layer_projection: str = "per_layer_model_projection"
+    layer_projection_norm: str = "per_layer_projection_norm"
+    layer_embedding_gate: str = "layers.{i}.per_layer_input_gate"
+    layer_embedding_out: str = "layers.{i}.per_layer_projection"
+    layer_embedding_norm: str = "layers.{i}.post_per_layer_input_norm"
+    layer_scale: str = "layers.{i}.layer_scalar"  # the whole name
+    laurel_left: str = "layers.{i}.laurel.linear_left"
+    laurel_right: str = "layers.{i}.laurel.linear_right"
+    laurel_norm: str = "layers.{i}.laurel.post_laurel_norm"
+    altup: str = "layers.{i}.altup"  # of its tensors, called as in transformers
+    altup_in: str = "altup_projections.{j}"
+    altup_out: str = "altup_unembed_projections.{j}"
 
 
 WITH_ALTERNATIVES = frozenset(
