@@ -399,6 +399,12 @@ ZOO: dict[str, Tiny] = {
         | {"sliding_window": 20, "swiglu_limit": 1.3}
         | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "truncate": False, **_YARN}},
     ),
+    "gpt_oss_square": Tiny(
+        kind="GptOss",
+        config=_MODERN
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": HIDDEN, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "truncate": False, **_YARN}},
+    ),
     "llama4": Tiny(
         kind="Llama4Text",
         model="Llama4ForCausalLM",
@@ -439,6 +445,11 @@ ZOO: dict[str, Tiny] = {
         kind="Gemma4Text",
         model="Gemma4ForCausalLM",
         config=_GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 288},
+    ),
+    "gemma4_unified": Tiny(
+        kind="Gemma4UnifiedText",
+        model="Gemma4UnifiedForCausalLM",
+        config={key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
     ),
     "gemma4_moe": Tiny(
         kind="Gemma4Text",

@@ -313,10 +313,12 @@ class VocabHead:
         return self.parallel.gather_columns(logits, self.vocab_size)
 
 
-def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str], own: LayerSpec) -> list[Part]:
+def qkv_parts(
+    spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str], own: LayerSpec | None = None
+) -> list[Part]:
     """Checkpoint rows of this rank's query, key and value heads, in this order, from one packed or three tensors.
 
-    `own` says which of them the layer has.
+    `own` says which of them the layer has; None: all.
     """
     dim = spec.head_dim
     num_q, num_kv = spec.num_heads * dim, spec.num_kv_heads * dim
@@ -324,6 +326,8 @@ def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str], own
     kv = (heads.kv_start * dim, heads.kv_end * dim)
     if not spec.names.qkv:
         parts = [(name(spec.names.q), num_q, q), (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
+        if own is None:
+            return parts
         return parts[: 1 if own.kv_source is not None else 2 if own.has_key_values else 3]
     packed, total = name(spec.names.qkv), num_q + 2 * num_kv
     if spec.qkv_layout is QkvLayout.GROUPED:

@@ -36,12 +36,12 @@ def _kinds(step: int, *, ends_full: bool) -> Rule:
     return read
 
 
-def _windows(kinds: Rule) -> Rule:
-    return lambda config: windows(default=512)({**config, "layer_types": kinds(config)})
+def _windows(kinds: Rule, default: int) -> Rule:
+    return lambda config: windows(default=default)({**config, "layer_types": kinds(config)})
 
 
 def _sources(config: Config, kinds: list[str], num_shared: int) -> list[int | None]:
-    """For each layer the one whose keys and values it has: of the last layers, the last before them of their kind."""
+    """The layer that each has keys and values of: for the last layers the last one before them of their kind."""
     first_shared = len(kinds) - num_shared
     last = {kind: i for i, kind in enumerate(kinds[:first_shared])}
     if num_shared and set(kinds) != set(last):
@@ -97,7 +97,7 @@ def _sizes_of_layer(config: Config, index: int, kind: str) -> dict[str, Any]:
     """Fields that a layer has in place of the model's: as listed, or those of layers that do not slide."""
     listed = config.get("per_layer_config")
     if listed is not None:
-        found: dict[str, Any] = {str(key): value for key, value in listed.items()}.get(str(index)) or {}
+        found: dict[str, Any] = {int(key): value for key, value in listed.items()}.get(index) or {}
         return found
     if kind != _FULL:
         return {}
@@ -153,6 +153,16 @@ def _gemma4_experts(config: Config) -> ExpertsSpec:
     )
 
 
+_GEMMA4: dict[str, Any] = _BOTH | {
+    "rotary": _gemma4_rotary,
+    "window_rotary": _gemma4_window_rotary,
+    "logit_softcap": first("final_logit_softcapping", default=None),
+    "layers": _gemma4_layers,
+    "has_layer_scale": True,
+}
+_GEMMA4_NAMES = _NAMES | {"ignored": lambda c: _unread_tensors(c, _GEMMA4_NUM_SHARED(c))}
+
+
 # Gemma 3n
 _GEMMA3N_KINDS = _kinds(5, ends_full=False)
 _GEMMA3N_NUM_SHARED = first("num_kv_shared_layers", default=15)
@@ -194,7 +204,7 @@ GEMMA: dict[str, ArchitectureRow] = {
     "Gemma3nForCausalLM": row(
         **_BOTH,
         intermediate_size=lambda c: _of_each_layer(c["intermediate_size"], c)[0],
-        sliding_windows=_windows(_GEMMA3N_KINDS),
+        sliding_windows=_windows(_GEMMA3N_KINDS, 512),
         rotary=_gemma3n_rotary(_FULL, 1e6, "rope_theta"),
         window_rotary=_gemma3n_rotary(_SLIDING, 1e4, "rope_local_base_freq"),
         logit_softcap=first("final_logit_softcapping", default=30.0),
@@ -208,17 +218,13 @@ GEMMA: dict[str, ArchitectureRow] = {
         ),
         names=_NAMES | {"ignored": lambda c: _unread_tensors(c, _GEMMA3N_NUM_SHARED(c))},
     ),
+    "Gemma4UnifiedForCausalLM": row(**_GEMMA4, sliding_windows=_windows(_GEMMA4_KINDS, 1024), names=_GEMMA4_NAMES),
     "Gemma4ForCausalLM": row(
-        **_BOTH,
-        sliding_windows=_windows(_GEMMA4_KINDS),
-        rotary=_gemma4_rotary,
-        window_rotary=_gemma4_window_rotary,
-        logit_softcap=first("final_logit_softcapping", default=None),
-        layers=_gemma4_layers,
+        **_GEMMA4,
+        sliding_windows=_windows(_GEMMA4_KINDS, 512),
         layer_embeddings=_layer_embeddings,
-        has_layer_scale=True,
         experts=when(_HAS_EXPERTS, _gemma4_experts, None),
-        names=_NAMES
+        names=_GEMMA4_NAMES
         | {
             "mlp_norm": when(_HAS_EXPERTS, "", _NAMES["mlp_norm"]),
             "dense_norm": when(_HAS_EXPERTS, _NAMES["mlp_norm"], ""),
@@ -232,7 +238,6 @@ GEMMA: dict[str, ArchitectureRow] = {
             "expert_up": "",
             "expert_gate_up": "layers.{i}.experts.gate_up_proj[{j}]",
             "expert_down": "layers.{i}.experts.down_proj[{j}]",
-            "ignored": lambda c: _unread_tensors(c, _GEMMA4_NUM_SHARED(c)),
         },
     ),
 }

@@ -16,7 +16,7 @@ _GATED_EXPERTS = (
     "Mistral4ForCausalLM",
 )
 _ROUTED_EXPERTS = (*_GATED_EXPERTS, "Dots1ForCausalLM", "SolarOpenForCausalLM")
-_QWEN_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+_QWEN_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeTextModel")
 _COHERE = ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
 _EXAONE = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
 

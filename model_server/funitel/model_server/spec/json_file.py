@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from funitel.model_server.spec.layer_problems import problems_of_layers
 from funitel.model_server.spec.model_spec import (
     ROTARY_KINDS,
     Activation,
@@ -28,7 +29,6 @@ from funitel.model_server.spec.model_spec import (
     QkNorm,
     RotarySpec,
 )
-from funitel.model_server.spec.layer_problems import problems_of_layers
 from funitel.model_server.spec.tensor_names import WITH_ALTERNATIVES
 from funitel.proto.errors import SettingsError, UnsupportedModel
 

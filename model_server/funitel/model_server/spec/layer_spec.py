@@ -13,7 +13,7 @@ class LayerSpec:
     head_dim: int | None = None
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
-    kv_source: int | None = None  # an earlier layer whose keys and values it attends to, in place of its own
+    kv_source: int | None = None  # an earlier layer, of which it has the keys and values
     has_key_values: bool = False  # values are what keys are before norm and rotation
     gate_sparsity: float = 0.0  # gates below this quantile of a normal distribution are 0, and it is what others lose
 
