@@ -215,6 +215,13 @@ _LATENT: dict[str, Any] = _HEADS_ALIKE | {
     "v_head_dim": 10,
 }
 
+# Contexts of the tests are several times what a token attends to; with few heads some scores would be equal, all 0.
+_INDEXED: dict[str, Any] = (
+    _LATENT
+    | _EXPERTS
+    | {"n_routed_experts": 12, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 22}
+    | {"index_topk": 13, "index_head_dim": 16, "index_n_heads": 24}
+)
 _FIVE_KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _GEMMA3N: dict[str, Any] = _MODERN | {
     "num_hidden_layers": 5,
@@ -632,6 +639,14 @@ ZOO: dict[str, Tiny] = {
         | _EXPERTS
         | {"n_routed_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
         | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v32": Tiny(
+        kind="DeepseekV32",
+        config=_INDEXED | {"n_group": 4, "topk_group": 2} | _rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN),
+    ),
+    "glm_moe_dsa": Tiny(
+        kind="GlmMoeDsa",
+        config=_INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "mistral4": Tiny(
         kind="Mistral4",

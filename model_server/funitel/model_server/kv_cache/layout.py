@@ -1,5 +1,6 @@
 """Where each layer's keys and values lie in a block of the KV pool, on one rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funitel.model_server.device.tensor_parallel import HeadSplit
@@ -25,25 +26,33 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The places of all layers in a block, one after the other; a layer that has another's keys and values is there."""
+    """The places of all layers in a block, one after the other; a layer that has another's keys and values is there.
+
+    `index_places` are those of the keys of indexers.
+    """
 
     block_size: int
-    places: tuple[LayerPlace, ...]
+    places: Mapping[int, LayerPlace]
+    index_places: Mapping[int, LayerPlace]
     num_elements: int
 
     @classmethod
     def of(cls, spec: ModelSpec, heads: HeadSplit, block_size: int) -> "BlockLayout":
         """The layout on the rank that has `heads` of layers that are as the model."""
-        places: list[LayerPlace] = []
+        places: dict[int, LayerPlace] = {}
+        index_places: dict[int, LayerPlace] = {}
         end, num_parts = 0, 1 if spec.latent is not None else 2
         for index in range(spec.num_layers):
             source, own = spec.layer(index).kv_source, spec.at(index)
             if source is not None:
-                places.append(places[source])
+                places[index] = places[source]
                 continue
             num_kv_heads = heads.num_kv_heads
             if own.num_kv_heads != spec.num_kv_heads:
                 num_kv_heads = HeadSplit.of(spec.num_heads, own.num_kv_heads, heads.size, heads.rank).num_kv_heads
-            places.append(LayerPlace(end, num_parts, num_kv_heads, own.cached_dim))
-            end += places[-1].num_elements(block_size)
-        return cls(block_size, tuple(places), end)
+            places[index] = LayerPlace(end, num_parts, num_kv_heads, own.cached_dim)
+            end += places[index].num_elements(block_size)
+            if spec.indexer is not None and spec.choice_source(index) == index:
+                index_places[index] = LayerPlace(end, 1, 1, spec.indexer.head_dim)
+                end += index_places[index].num_elements(block_size)
+        return cls(block_size, places, index_places, end)

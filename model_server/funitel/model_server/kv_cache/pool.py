@@ -44,8 +44,11 @@ class KVCache:
         self.block_size = block_size
         layout = BlockLayout.of(spec, heads, block_size)
         self.pool = _zeros((num_blocks, layout.num_elements), dtype, device)
-        self.keys = tuple(self._view(place, 0) for place in layout.places)
-        self.values = self.keys if spec.latent else tuple(self._view(place, 1) for place in layout.places)
+        self.keys = {layer: self._view(place, 0) for layer, place in layout.places.items()}
+        self.values = self.keys
+        if spec.latent is None:
+            self.values = {layer: self._view(place, 1) for layer, place in layout.places.items()}
+        self.index_keys = {layer: self._view(place, 0) for layer, place in layout.index_places.items()}
 
     def _view(self, place: LayerPlace, part: int) -> torch.Tensor:
         """One part of a layer in every block, [num_blocks, block_size, num_kv_heads, dim]."""
@@ -69,6 +72,10 @@ class KVCache:
         _put(self.keys[layer], slots, keys)
         if values is not None:
             _put(self.values[layer], slots, values)
+
+    def write_index(self, layer: int, slots: Slots, keys: torch.Tensor) -> None:
+        """Store keys of a layer's indexer, [num_tokens, 1, index_dim]."""
+        _put(self.index_keys[layer], slots, keys)
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""

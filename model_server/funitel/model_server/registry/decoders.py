@@ -28,6 +28,7 @@ from funitel.model_server.registry.row import (
     windows,
     within,
 )
+from funitel.model_server.registry.sparse import sparse_rows
 from funitel.model_server.spec.model_spec import (
     Activation,
     ExpertScore,
@@ -1316,4 +1317,4 @@ FAMILIES: dict[str, ArchitectureRow] = {
 }
 FAMILIES["BaiChuanForCausalLM"] = FAMILIES["BaichuanForCausalLM"]
 FAMILIES["ChatGLMForConditionalGeneration"] = FAMILIES["ChatGLMModel"]
-FAMILIES |= GEMMA
+FAMILIES |= GEMMA | sparse_rows(FAMILIES["DeepseekV3ForCausalLM"], _dense_by_kind(3))

@@ -186,6 +186,15 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _experts(256, 8, 2048)
     | _LATENT
     | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    "DeepseekV32ForCausalLM": _sizes(129280, 7168, 18432, 61, 128, 163840, 128)
+    | _experts(256, 8, 2048)
+    | _LATENT
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    "GlmMoeDsaForCausalLM": _sizes(154880, 6144, 12288, 78, 64, 202752, 64)
+    | _experts(256, 8, 2048)
+    | _LATENT
+    | {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "Glm4MoeForCausalLM": _sizes(151552, 4096, 10944, 46, 96, 131072, 8)
     | _experts(128, 8, 1408)
     | {"n_shared_experts": 1, "first_k_dense_replace": 1},

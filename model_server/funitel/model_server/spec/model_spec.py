@@ -133,6 +133,21 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """Sparse attention: a token attends to those that an indexer with small heads of its own scores highest.
+
+    It has one key for all its heads, whose leading elements turn as the layer's do. Source: DeepSeek-V3.2-Exp.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int  # tokens that a token attends to
+    is_interleaved: bool = False  # pairs that turn together are neighbours
+    sharing_layers: tuple[int, ...] = ()  # layers that attend to the tokens which the layer before chose
+    norm_eps: float = 1e-6  # of the norm of its keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts: a token passes the few of many MLPs that a router scores highest, and adds them up.
 
@@ -228,6 +243,7 @@ class ModelSpec:
     qkv_layout: QkvLayout = QkvLayout.STACKED
     qkv_clip: float | None = None  # queries, keys and values are kept within +- this
     latent: LatentSpec | None = None  # where keys and values come from; None: from hidden states
+    indexer: IndexerSpec | None = None  # chooses what tokens attend to, with `latent`; None: to all before
 
     has_qkv_bias: bool = False
     has_out_bias: bool = False
@@ -267,6 +283,11 @@ class ModelSpec:
     def layer(self, index: int) -> LayerSpec:
         """What a layer has in place of the model's."""
         return self.layers[index] if self.layers else _AS_THE_MODEL
+
+    def choice_source(self, layer: int) -> int:
+        """The layer with the indexer that chooses for a layer."""
+        sharing = self.indexer.sharing_layers if self.indexer else ()
+        return next(i for i in range(layer, -1, -1) if i not in sharing)
 
     def at(self, index: int) -> "ModelSpec":
         """The spec with the sizes of one layer as the model's."""

@@ -52,6 +52,11 @@ class TensorNames:
     kv_down: str = "layers.{i}.self_attn.kv_a_proj_with_mqa"
     kv_latent_norm: str = "layers.{i}.self_attn.kv_a_layernorm"
     kv_up: str = "layers.{i}.self_attn.kv_b_proj"
+    # The indexer of sparse attention: queries from their latents, keys and the shares of heads from hidden states.
+    index_q: str = "layers.{i}.self_attn.indexer.wq_b"
+    index_k: str = "layers.{i}.self_attn.indexer.wk"
+    index_k_norm: str = "layers.{i}.self_attn.indexer.k_norm"
+    index_shares: str = "layers.{i}.self_attn.indexer.weights_proj"
 
     # Experts: one by one, or stacked; where a checkpoint has `expert_gate_up`, it has no `expert_gate`.
     router: str = "layers.{i}.mlp.gate"
