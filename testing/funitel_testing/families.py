@@ -2,7 +2,8 @@
 
 Usage: python -m funitel_testing.families [--full] [NAME ...]. A random tiny checkpoint, three prompts of uneven length
 in chunks beside each other and then decode steps, on one rank and on two; logits in float32. `--full` takes 32 decode
-steps and computes the oracle step by step too. The last line is one JSON object.
+steps and random chunks, has prompts join late and preempts each once, and computes the oracle step by step too. The
+last line is one JSON object.
 """
 
 import json
@@ -45,7 +46,9 @@ def worst_error(
         expected = [oracle(model, ids, num_decode) for ids in prompts]
 
     def forward(parallel: TensorParallel) -> list[torch.Tensor]:
-        return forward_worker.run(folder, parallel, prompts, num_decode, model_spec=model_spec)
+        return forward_worker.run(
+            folder, parallel, prompts, num_decode, model_spec=model_spec, seed=11 if is_full else None
+        )
 
     errors = []
     for size in sizes:

@@ -7,6 +7,7 @@ them again in shared memory.
 import ctypes
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,12 @@ def run(
     tier: Tier | None = None,
     model_spec: str | None = None,
     activations: ActivationDtype = ActivationDtype.INT8,
+    seed: int | None = None,
 ) -> list[torch.Tensor]:
     """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is.
 
-    `model_spec` is the file of a spec to use instead of the family's, in torch.
+    `model_spec` is the file of a spec to use instead of the family's, in torch. `seed` is that of `step_at_random`, in
+    place of `step_through`.
     """
     spec = choose_spec(model_spec, folder)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
@@ -91,7 +94,10 @@ def run(
     else:
         decoder = fused_decoder(folder, tier, parallel, activations=activations)
         dtype = decoder.kv_dtype
-    return step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU), prompts, num_decode)
+    cache = KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU)
+    if seed is not None:
+        return step_at_random(decoder, cache, prompts, num_decode, seed)
+    return step_through(decoder, cache, prompts, num_decode)
 
 
 def fused_decoder(
@@ -152,3 +158,46 @@ def step_through(
                 collected[i].append(out[at : at + len(span.tokens)])
                 at += len(span.tokens)
     return [torch.cat(parts) if parts else torch.empty(0) for parts in collected]
+
+
+@torch.inference_mode()
+def step_at_random(
+    decoder: Forward, cache: KVCache, prompts: list[list[int]], num_decode: int, seed: int
+) -> list[torch.Tensor]:
+    """As `step_through`, in chunks of random sizes; sequences join late and are preempted, once each, to begin again.
+
+    A sequence that begins again has other blocks, and all that it had computed is prompt.
+    """
+    chosen = random.Random(seed)
+    blocks = np.random.default_rng(seed).permutation(np.arange(1, cache.num_blocks)).astype(np.int32)
+    tables = np.split(blocks[: len(blocks) // (2 * len(prompts)) * 2 * len(prompts)], 2 * len(prompts))
+    begins = [0, *(chosen.randint(1, 5) for _ in prompts[1:])]  # step in which each joins
+    ends = [chosen.randint(1, len(prompt) - 1) for prompt in prompts]  # tokens after which each is preempted
+    lengths = [len(prompt) - num_decode for prompt in prompts]  # of what is computed in chunks
+    done = [0] * len(prompts)
+    collected: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
+    was_preempted = [False] * len(prompts)
+    step = 0
+    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+        spans, owners = [], []
+        for i, prompt in enumerate(prompts):
+            if done[i] >= ends[i] and not was_preempted[i]:
+                lengths[i], done[i], was_preempted[i] = max(lengths[i], done[i]), 0, True
+            if step < begins[i] or done[i] == len(prompt):
+                continue
+            left = lengths[i] - done[i]
+            tokens = prompt[done[i] : done[i] + (min(chosen.randint(1, 17), left) if left > 0 else 1)]
+            table = tables[2 * i + was_preempted[i]]
+            spans.append(RowSpan(tokens, done[i], table, "all", len(prompt) - num_decode))
+            owners.append(i)
+        step += 1
+        if not spans:
+            continue
+        out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
+        at = 0
+        for i, span in zip(owners, spans, strict=True):
+            for place in range(len(span.tokens) if out is not None else 0):
+                collected[i][span.start + place] = out[at + place]  # type: ignore[index]
+            done[i] += len(span.tokens)
+            at += len(span.tokens)
+    return [torch.stack([found[i] for i in sorted(found)]) if found else torch.empty(0) for found in collected]
