@@ -178,6 +178,10 @@ def test_quantize_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     spec, weights = opened(tmp_path)
     with pytest.raises(UnsupportedModel, match="MixtralForCausalLM has a mixture of experts: it cannot be quantised"):
         inputs_of(spec, weights.prefix, 0)
+    ZOO["gemma3n"].save(tmp_path / "differing")
+    spec, weights = opened(tmp_path / "differing")
+    with pytest.raises(UnsupportedModel, match="Gemma3nForCausalLM has layers that differ or embeddings of them"):
+        inputs_of(spec, weights.prefix, 0)
 
 
 @pytest.mark.parametrize(("said", "count"), [({}, 1), ({"num_nextn_predict_layers": 3}, 3)])

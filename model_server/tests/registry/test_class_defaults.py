@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from funitel.model_server.registry import decoders, row
+from funitel.model_server.registry import decoders, gemma, row, sparse
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.tools.spec import check
@@ -77,7 +77,9 @@ def test_every_row_that_transformers_knows_is_held_against_it() -> None:
 
 # All that rules may read, and more, but what the base of all classes reads, and what says which tensors are of no use.
 _FIELDS = {
-    field for module in (decoders, row) for field in re.findall(r'"(\w+)"', Path(module.__file__ or "").read_text())
+    field
+    for module in (decoders, gemma, sparse, row)
+    for field in re.findall(r'"(\w+)"', Path(module.__file__ or "").read_text())
 }
 _FIELDS -= {"architectures", "tie_word_embeddings", "partial_rotary_factor", "original_max_position_embeddings"}
 _FIELDS -= {"rope_theta", "rope_scaling", "rope_parameters", "num_nextn_predict_layers", "num_mtp_layers"}

@@ -21,14 +21,14 @@ _MOST_SCORES = 1 << 26  # numbers at once
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenTokens:
     """The positions [tokens, num_chosen] that the tokens of one row attend to, later ones not counted; None: all."""
 
     positions: torch.Tensor | None
 
 
 class Indexer:
-    """Small queries and keys of their own, whose scores rank the tokens of a context. Keys are in the pool."""
+    """Ranks the tokens of a context by scores of small queries and keys; the pool has these keys too."""
 
     def __init__(self, spec: ModelSpec, indexer: IndexerSpec, num_inputs: int, weights: Weights, index: int) -> None:
         def name(template: str) -> str:
@@ -39,12 +39,13 @@ class Indexer:
         self.index = index
         self.queries = Matmul(weights.read_linear(name(names.index_q), indexer.num_heads * dim, num_inputs))
         self.keys = Matmul(weights.read_linear(name(names.index_k), dim, hidden))
-        self.norm = [weights.read(f"{name(names.index_k_norm)}.{kind}", [dim]) for kind in ("weight", "bias")]
+        self.norm_weight = weights.read(f"{name(names.index_k_norm)}.weight", [dim])
+        self.norm_bias = weights.read(f"{name(names.index_k_norm)}.bias", [dim])
         self.shares = Matmul(weights.read_linear(name(names.index_shares), indexer.num_heads, hidden))
 
     def __call__(
         self, x: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, cache: KVCache, rotation: Rotation
-    ) -> list[Choice] | None:
+    ) -> list[ChosenTokens] | None:
         """Write the keys of tokens, and choose for each row of the batch; None where all rows attend to everything.
 
         Args:
@@ -55,7 +56,7 @@ class Indexer:
         """
         spec = self.spec
         rotation = replace(rotation, is_interleaved=spec.is_interleaved)
-        keys = F.layer_norm(self.keys(x), (spec.head_dim,), *self.norm, eps=spec.norm_eps)
+        keys = F.layer_norm(self.keys(x), (spec.head_dim,), self.norm_weight, self.norm_bias, spec.norm_eps)
         cache.write_index(self.index, batch.slots, rotation(keys[:, None]))
         if all(row.end <= spec.num_chosen for row in batch.rows):
             return None
@@ -65,10 +66,10 @@ class Indexer:
             self._choose(row, queries[start:end], shares[start:end], cache) for row, start, end in _parts_of(batch.rows)
         ]
 
-    def _choose(self, row: RowSpan, queries: torch.Tensor, shares: torch.Tensor, cache: KVCache) -> Choice:
+    def _choose(self, row: RowSpan, queries: torch.Tensor, shares: torch.Tensor, cache: KVCache) -> ChosenTokens:
         """For the tokens of one row, from queries [tokens, num_heads, head_dim] and shares [tokens, num_heads]."""
         if row.end <= self.spec.num_chosen:
-            return Choice(None)
+            return ChosenTokens(None)
         keys = _context(cache.index_keys[self.index], row, queries.dtype)[:, 0].float()
         at_once = max(1, _MOST_SCORES // (self.spec.num_heads * row.end))
         seen = torch.arange(row.end, device=keys.device)
@@ -78,13 +79,13 @@ class Indexer:
             scores = F.relu(queries[part] @ keys.T).mul_(shares[part, :, None]).sum(dim=1)  # [tokens, context]
             own = row.start + start + torch.arange(len(scores), device=keys.device)[:, None]
             found.append(scores.masked_fill_(seen > own, -torch.inf).topk(self.spec.num_chosen).indices)
-        return Choice(torch.cat(found))
+        return ChosenTokens(torch.cat(found))
 
 
 def attend_chosen(
-    query: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, choices: list[Choice], scale: float
+    query: torch.Tensor, cached: torch.Tensor, batch: ForwardBatch, choices: list[ChosenTokens], scale: float
 ) -> torch.Tensor:
-    """Attend queries [num_tokens, num_heads, cached_dim] to the chosen tokens of a layer whose keys are values too."""
+    """Attend queries [num_tokens, num_heads, cached_dim] to the chosen tokens of a layer; its keys are values too."""
     out = torch.empty_like(query)
     for choice, (row, start, end) in zip(choices, _parts_of(batch.rows), strict=True):
         chosen, device = choice.positions, query.device

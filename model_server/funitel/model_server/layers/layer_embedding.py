@@ -53,4 +53,5 @@ class EmbeddingGate:
 
     def __call__(self, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Of hidden states [num_tokens, hidden_size] and the layer's embeddings [num_tokens, size]."""
-        return self.norm(self.out(self.activation(self.gate(x)) * embedded))
+        added: torch.Tensor = self.norm(self.out(self.activation(self.gate(x)) * embedded))
+        return added

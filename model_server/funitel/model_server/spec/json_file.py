@@ -56,7 +56,7 @@ def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
         yield f"latent needs qk_norm none, given {spec.qk_norm}"
     if spec.qkv_clip is not None:
         yield f"latent needs qkv_clip null, given {spec.qkv_clip}"
-    for name in ("has_sinks", "has_output_gate"):
+    for name in ("has_sinks", "has_output_gate", "has_value_norm"):
         if getattr(spec, name):
             yield f"latent needs {name} false"
 
@@ -199,13 +199,16 @@ def _position_problems(spec: ModelSpec) -> Iterator[str]:
     for name, rotary in (("rotary", spec.rotary), ("window_rotary", spec.window_rotary)):
         if rotary is not None:
             least = min((spec.at(i).head_dim for i in range(spec.num_layers) if spec.rotary_of(i) is rotary), default=0)
-            yield from (f"{name}.{problem}" for problem in _rotary_problems(rotary, least or spec.head_dim))
+            yield from (
+                f"{name}.{problem}" for problem in _rotary_problems(rotary, spec.head_dim, least or spec.head_dim)
+            )
 
 
-def _rotary_problems(rotary: RotarySpec, head_dim: int) -> Iterator[str]:
+def _rotary_problems(rotary: RotarySpec, head_dim: int, least: int) -> Iterator[str]:
+    """What is wrong, where `least` is the smallest head that turns."""
     dims, scaling = rotary.dims if rotary.dims is not None else head_dim, rotary.scaling
-    if not 2 <= dims <= head_dim or dims % 2:
-        yield f"dims must be even and within 2..{head_dim} (head_dim), given {dims}"
+    if not 2 <= dims <= least or dims % 2:
+        yield f"dims must be even and within 2..{least} (head_dim), given {dims}"
     if rotary.base <= 1:
         yield f"base must be > 1, given {rotary.base}"
     if scaling.kind not in ROTARY_KINDS:
@@ -234,7 +237,8 @@ def _attention_names(spec: ModelSpec) -> set[str]:
     if spec.latent is None:
         return set() if spec.names.qkv else {"q", "k", "v"}
     queries = {"q"} if spec.latent.query_rank is None else {"q_down", "q_latent_norm", "q_up"}
-    return queries | {"kv_down", "kv_latent_norm", "kv_up"}
+    indexer = {"index_q", "index_k", "index_k_norm", "index_shares"} if spec.indexer else set()
+    return queries | {"kv_down", "kv_latent_norm", "kv_up"} | indexer
 
 
 def _mlp_names(spec: ModelSpec) -> set[str]:

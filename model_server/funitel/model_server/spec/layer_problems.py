@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from funitel.model_server.spec.layer_spec import LayerSpec
-from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.model_spec import IndexerSpec, ModelSpec
 
 MAX_STREAMS = 64
 
@@ -18,6 +18,8 @@ def problems_of_layers(spec: ModelSpec, most: Mapping[str, int]) -> Iterator[str
     for index, own in enumerate(spec.layers):
         yield from (f"layers[{index}].{problem}" for problem in _problems_of(spec, own, index, most))
     yield from _embedding_problems(spec, most)
+    if spec.indexer is not None:
+        yield from _indexer_problems(spec, spec.indexer, most)
     if spec.laurel_rank is not None and not 1 <= spec.laurel_rank <= most["hidden_size"]:
         yield f"laurel_rank must be within 1..{most['hidden_size']}, given {spec.laurel_rank}"
     if spec.is_parallel and spec.laurel_rank is not None:
@@ -53,7 +55,7 @@ def _problems_of(spec: ModelSpec, own: LayerSpec, index: int, most: Mapping[str,
     for name in ("head_dim", "num_kv_heads"):
         mine, theirs = (getattr(spec.at(each), name) for each in (index, own.kv_source))
         if mine != theirs:
-            yield f"{name} must be the {theirs} of layer {own.kv_source}, whose keys and values it has, given {mine}"
+            yield f"{name} must be the {theirs} of layer {own.kv_source}, which it has keys and values of, given {mine}"
 
 
 def _embedding_problems(spec: ModelSpec, most: Mapping[str, int]) -> Iterator[str]:
@@ -64,3 +66,21 @@ def _embedding_problems(spec: ModelSpec, most: Mapping[str, int]) -> Iterator[st
         size = getattr(spec.layer_embeddings, name)
         if not 1 <= size <= limit:
             yield f"layer_embeddings.{name} must be within 1..{limit}, given {size}"
+
+
+def _indexer_problems(spec: ModelSpec, indexer: IndexerSpec, most: Mapping[str, int]) -> Iterator[str]:
+    if spec.latent is None or spec.latent.query_rank is None:
+        yield "indexer needs latent with a query_rank"
+    for name, limit in (("num_heads", most["num_heads"]), ("num_chosen", most["max_position_embeddings"])):
+        if not 1 <= getattr(indexer, name) <= limit:
+            yield f"indexer.{name} must be within 1..{limit}, given {getattr(indexer, name)}"
+    least = spec.rotary.dims or 1
+    if not least <= indexer.head_dim <= most["head_dim"]:
+        yield f"indexer.head_dim must be within {least}..{most['head_dim']}, given {indexer.head_dim}"
+    if spec.unrotated_layers:
+        yield f"indexer needs unrotated_layers empty, given layer {spec.unrotated_layers[0]}"
+    outside = next((i for i in indexer.sharing_layers if not 0 < i < spec.num_layers), None)
+    if outside is not None:
+        yield f"indexer.sharing_layers must be within 1..{spec.num_layers - 1}, given {outside}"
+    if indexer.norm_eps < 0:
+        yield f"indexer.norm_eps must be >= 0, given {indexer.norm_eps}"

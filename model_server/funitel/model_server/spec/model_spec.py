@@ -107,6 +107,11 @@ class RotarySpec:
     is_interleaved: bool = False  # pairs are neighbours, instead of element i with element i + dims / 2
     scaling: RotaryScaling = field(default_factory=RotaryScaling)
 
+    def stretched(self, factor: float) -> "RotarySpec":
+        """With all positions divided by `factor`, in place of another scaling."""
+        kind = "proportional" if self.scaling.kind == "proportional" else "linear"
+        return replace(self, scaling=RotaryScaling(kind=kind, factor=factor, share=self.scaling.share))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowthSpec:
@@ -136,7 +141,7 @@ class LatentSpec:
 class IndexerSpec:
     """Sparse attention: a token attends to those that an indexer with small heads of its own scores highest.
 
-    It has one key for all its heads, whose leading elements turn as the layer's do. Source: DeepSeek-V3.2-Exp.
+    It has one key for all its heads; the leading elements turn as the layer's do. Source: DeepSeek-V3.2-Exp.
     """
 
     num_heads: int
@@ -302,11 +307,10 @@ class ModelSpec:
 
     def stretched(self, factor: float) -> "ModelSpec":
         """The spec with all rotary positions divided by `factor`, and a context that many times as long."""
-        scaling = RotaryScaling(kind="linear", factor=factor)
         return replace(
             self,
-            rotary=replace(self.rotary, scaling=scaling),
-            window_rotary=self.window_rotary and replace(self.window_rotary, scaling=scaling),
+            rotary=self.rotary.stretched(factor),
+            window_rotary=self.window_rotary and self.window_rotary.stretched(factor),
             max_position_embeddings=int(self.max_position_embeddings * factor),
         )
 

@@ -116,7 +116,7 @@ class FallbackPool(KVCache):
             parts.append(self.pool[:, at : at + num_bytes].view(dtype).view(num_blocks, *shape))
             at += _aligned(num_bytes)
         num_kv = 2 * len(pools.kept.layers)
-        self.keys, self.values = tuple(parts[0:num_kv:2]), tuple(parts[1:num_kv:2])
+        self.keys, self.values = dict(enumerate(parts[0:num_kv:2])), dict(enumerate(parts[1:num_kv:2]))
         self.states = tuple(parts[num_kv:])
 
 
