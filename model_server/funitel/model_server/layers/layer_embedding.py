@@ -35,7 +35,8 @@ class LayerEmbeddings:
         known = input_ids.masked_fill(input_ids >= self.vocab_size, 0)
         embedded = self.embedding(known).view(-1, *self.shape) * self.embedding_scale
         projected = self.norm((self.projection(x) * self.projection_scale).view(-1, *self.shape))
-        return (projected + embedded) * 2**-0.5
+        joined: torch.Tensor = (projected + embedded) * 2**-0.5
+        return joined
 
 
 class EmbeddingGate:
