@@ -1,9 +1,9 @@
 """Every architecture of the family table against transformers: a table with the worst error of each.
 
 Usage: python -m funitel_testing.families [--full] [NAME ...]. A random tiny checkpoint; three prompts of uneven length
-that join one after the other, in random chunks beside each other and then decode steps, the first of them preempted and
-computed again; on one rank and on two; logits in float32. `--full` takes 32 decode steps and computes the oracle step
-by step too. The last line is one JSON object.
+in random chunks beside each other and then decode steps, which join late and are preempted once each, to be computed
+again; on one rank and on two; logits in float32. `--full` takes 32 decode steps and computes the oracle step by step
+too. The last line is one JSON object.
 """
 
 import json

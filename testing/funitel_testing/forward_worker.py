@@ -7,6 +7,7 @@ them again in shared memory.
 import ctypes
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,8 @@ def run(
 ) -> list[torch.Tensor]:
     """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is.
 
-    `model_spec` is the file of a spec to use instead of the family's, in torch; with a `seed` steps are disturbed.
+    `model_spec` is the file of a spec to use instead of the family's, in torch. `seed` is that of `step_at_random`, in
+    place of `step_through`.
     """
     spec = choose_spec(model_spec, folder)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
@@ -96,9 +98,9 @@ def run(
     cache = KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU)
     layout = StateLayout.of(spec, parallel.size, parallel.rank)
     if layout is not None:
-        cache.state_pool = StatePool(layout, len(prompts) + 2, CPU)
+        cache.state_pool = StatePool(layout, 2 * len(prompts) + 1, CPU)
     if seed is not None:
-        return step_disturbed(decoder, cache, prompts, num_decode, seed)
+        return step_at_random(decoder, cache, prompts, num_decode, seed)
     return step_through(decoder, cache, prompts, num_decode)
 
 
@@ -163,35 +165,44 @@ def step_through(
 
 
 @torch.inference_mode()
-def step_disturbed(
+def step_at_random(
     decoder: Forward, cache: KVCache, prompts: list[list[int]], num_decode: int, seed: int
 ) -> list[torch.Tensor]:
-    """As `step_through`, in random chunks; sequences join one after the other, and the first is preempted and resumed.
+    """As `step_through`, in chunks of random sizes; sequences join late and are preempted, once each, to begin again.
 
-    It begins anew, in the blocks and in the slot for states that are left.
+    A sequence that begins again has other blocks and another slot for its state; all that it had computed is prompt.
     """
-    draw = np.random.default_rng(seed)
-    tables = np.array_split(draw.permutation(np.arange(1, cache.num_blocks)).astype(np.int32), len(prompts))
-    slots = [i + 1 for i in range(len(prompts))]
+    chosen = random.Random(seed)
+    blocks = np.random.default_rng(seed).permutation(np.arange(1, cache.num_blocks)).astype(np.int32)
+    tables = np.split(blocks[: len(blocks) // (2 * len(prompts)) * 2 * len(prompts)], 2 * len(prompts))
+    begins = [0, *(chosen.randint(1, 5) for _ in prompts[1:])]  # step in which each joins
+    ends = [chosen.randint(1, len(prompt) - 1) for prompt in prompts]  # tokens after which each is preempted
+    lengths = [len(prompt) - num_decode for prompt in prompts]  # of what is computed in chunks
     done = [0] * len(prompts)
-    collected: list[dict[int, torch.Tensor]] = [{} for _ in prompts]  # logits by position
-    was_preempted, step = False, 0
+    collected: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
+    was_preempted = [False] * len(prompts)
+    step = 0
     while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
-        running = [i for i, p in enumerate(prompts) if step >= 2 * i and done[i] < len(p)]
-        spans = []
-        for i in running:
-            prompt_len = len(prompts[i]) - num_decode
-            count = min(int(draw.integers(1, 24)), prompt_len - done[i]) if done[i] < prompt_len else 1
-            tokens = prompts[i][done[i] : done[i] + count]
-            spans.append(RowSpan(tokens, done[i], tables[i], "all", prompt_len, state_slot=slots[i]))
-        out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache) if spans else None
-        rows = iter(out) if out is not None else iter(())
-        for i, span in zip(running, spans, strict=True):
-            collected[i].update(zip(range(span.start, span.end), rows, strict=False))
-            done[i] = span.end
-        if not was_preempted and done[0] >= len(prompts[0]) - num_decode + 2:
-            was_preempted, done[0], slots[0], collected[0] = True, 0, len(prompts) + 1, {}
+        spans, owners = [], []
+        for i, prompt in enumerate(prompts):
+            if done[i] >= ends[i] and not was_preempted[i]:
+                lengths[i], done[i], was_preempted[i] = max(lengths[i], done[i]), 0, True
+            if step < begins[i] or done[i] == len(prompt):
+                continue
+            left = lengths[i] - done[i]
+            tokens = prompt[done[i] : done[i] + (min(chosen.randint(1, 17), left) if left > 0 else 1)]
+            place = 2 * i + was_preempted[i]
+            whole = len(prompt) - num_decode
+            spans.append(RowSpan(tokens, done[i], tables[place], "all", whole, state_slot=place + 1))
+            owners.append(i)
         step += 1
-    return [
-        torch.stack([by_place[i] for i in sorted(by_place)]) if by_place else torch.empty(0) for by_place in collected
-    ]
+        if not spans:
+            continue
+        out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
+        at = 0
+        for i, span in zip(owners, spans, strict=True):
+            for place in range(len(span.tokens) if out is not None else 0):
+                collected[i][span.start + place] = out[at + place]  # type: ignore[index]
+            done[i] += len(span.tokens)
+            at += len(span.tokens)
+    return [torch.stack([found[i] for i in sorted(found)]) if found else torch.empty(0) for found in collected]

@@ -104,6 +104,8 @@ class Tiny:
             for name, buffer in model.named_buffers():
                 if "correction" in name:
                     buffer.copy_(torch.randn_like(buffer) * 0.2)
+                elif "layer_scalar" in name:
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
         return model
 
     def save(self, folder: Path) -> Any:
@@ -227,6 +229,38 @@ _LATENT: dict[str, Any] = _HEADS_ALIKE | {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
+}
+
+# Contexts of the tests are several times what a token attends to; with few heads some scores would be equal, all 0.
+_INDEXED: dict[str, Any] = (
+    _LATENT
+    | _EXPERTS
+    | {"n_routed_experts": 12, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 22}
+    | {"index_topk": 13, "index_head_dim": 16, "index_n_heads": 24}
+)
+_FIVE_KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA3N: dict[str, Any] = _MODERN | {
+    "num_hidden_layers": 5,
+    "intermediate_size": [INNER, INNER, 75, INNER, INNER],
+    "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0],
+    "head_dim": 16,
+    "sliding_window": 20,
+    "layer_types": _FIVE_KINDS,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 200,
+    "laurel_rank": 7,
+    "altup_num_inputs": 3,
+}
+_GEMMA4: dict[str, Any] = _MODERN | {
+    "num_hidden_layers": 5,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 20,
+    "layer_types": _FIVE_KINDS,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "final_logit_softcapping": 30.0,
 }
 
 ZOO: dict[str, Tiny] = {
@@ -388,6 +422,12 @@ ZOO: dict[str, Tiny] = {
         | {"sliding_window": 20, "swiglu_limit": 1.3}
         | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "truncate": False, **_YARN}},
     ),
+    "gpt_oss_square": Tiny(
+        kind="GptOss",
+        config=_MODERN
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": HIDDEN, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "truncate": False, **_YARN}},
+    ),
     "llama4": Tiny(
         kind="Llama4Text",
         model="Llama4ForCausalLM",
@@ -416,6 +456,30 @@ ZOO: dict[str, Tiny] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
+    ),
+    "gemma3n": Tiny(kind="Gemma3nText", model="Gemma3nForCausalLM", config=_GEMMA3N),
+    "gemma3n_flat": Tiny(
+        kind="Gemma3nText",
+        model="Gemma3nForCausalLM",
+        config=_GEMMA3N | {"num_kv_shared_layers": 0, "altup_correct_scale": False, "intermediate_size": INNER},
+    ),
+    "gemma4": Tiny(kind="Gemma4Text", model="Gemma4ForCausalLM", config=_GEMMA4),
+    "gemma4_shared": Tiny(
+        kind="Gemma4Text",
+        model="Gemma4ForCausalLM",
+        config=_GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 288},
+    ),
+    "gemma4_unified": Tiny(
+        kind="Gemma4UnifiedText",
+        model="Gemma4UnifiedForCausalLM",
+        config={key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
+    ),
+    "gemma4_moe": Tiny(
+        kind="Gemma4Text",
+        model="Gemma4ForCausalLM",
+        config=_GEMMA4
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 21}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0},
     ),
     "phi": Tiny(kind="Phi", config=_MODERN | {"partial_rotary_factor": 0.5}),
     "phi_qk_norm": Tiny(kind="Phi", config=_MODERN | {"qk_layernorm": True}),
@@ -591,6 +655,14 @@ ZOO: dict[str, Tiny] = {
         | _EXPERTS
         | {"n_routed_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
         | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "deepseek_v32": Tiny(
+        kind="DeepseekV32",
+        config=_INDEXED | {"n_group": 4, "topk_group": 2} | _rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN),
+    ),
+    "glm_moe_dsa": Tiny(
+        kind="GlmMoeDsa",
+        config=_INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "mistral4": Tiny(
         kind="Mistral4",

@@ -53,7 +53,7 @@ def test_a_pool_takes_a_byte_a_number_and_what_is_too_large_as_its_largest(folde
     spec = spec_of(read_json(folder / "config.json"))
     cache = cache_of(spec, dtype)
     assert cache.num_bytes * 4 == cache_of(spec, torch.float32).num_bytes
-    assert KVCache.bytes_per_block(spec, 3, BLOCK, dtype) * cache.num_blocks == cache.num_bytes
+    assert KVCache.bytes_per_block(spec, HeadSplit(0, 6, 0, 3), BLOCK, dtype) * cache.num_blocks == cache.num_bytes
     slots = torch.tensor([7, 9]), torch.tensor([1, 3])
     keys = torch.full((2, 3, spec.head_dim), 1.0625)
     keys[0, 0, 0], keys[1, 2, 1] = 1e6, -1e6

@@ -169,7 +169,7 @@ def test_latents_are_cached_once_for_all_heads(tmp_path: Path) -> None:
     for rank in range(2):
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 2, rank)
         cache = KVCache(spec, heads, 3, 4, torch.float32, CPU)
-        assert cache.num_bytes == 3 * KVCache.bytes_per_block(spec, heads.num_kv_heads, 4, torch.float32)
+        assert cache.num_bytes == 3 * KVCache.bytes_per_block(spec, heads, 4, torch.float32)
         assert cache.num_bytes == 3 * 4 * spec.num_layers * (20 + 8) * 4  # blocks, tokens, layers, latent and key
 
 
@@ -177,6 +177,10 @@ def test_quantize_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     ZOO["mixtral"].save(tmp_path)
     spec, weights = opened(tmp_path)
     with pytest.raises(UnsupportedModel, match="MixtralForCausalLM has a mixture of experts: it cannot be quantised"):
+        inputs_of(spec, weights.prefix, 0)
+    ZOO["gemma3n"].save(tmp_path / "differing")
+    spec, weights = opened(tmp_path / "differing")
+    with pytest.raises(UnsupportedModel, match="Gemma3nForCausalLM has layers that differ or embeddings of them"):
         inputs_of(spec, weights.prefix, 0)
 
 

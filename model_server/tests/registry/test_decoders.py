@@ -63,6 +63,16 @@ def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
         ("experts", _EXPERTS | {"score": "sparsemixer"}),
         ("experts", _EXPERTS | {"shared_scale": 0.5}),
         ("experts", _EXPERTS | {"is_input_scaled": True}),
+        ("layers", [{}, {"head_dim": 4}]),
+        ("layers", [{}, {"kv_source": 0}]),
+        ("layer_embeddings", {"size": 4, "vocab_size": 10}),
+        ("has_layer_scale", True),
+        ("has_value_norm", True),
+        ("laurel_rank", 2),
+        ("altup", {"num_streams": 2}),
+        ("rotary", {"scaling": {"kind": "proportional", "share": 0.5}}),
+        ("names", {"router_scale": "scale"}),
+        ("names", {"expert_scale": "scale"}),
         ("experts", _EXPERTS | {"has_bias": True}),
         ("experts", _EXPERTS | {"has_router_bias": True}),
     ],
@@ -83,3 +93,12 @@ def test_the_fused_step_leaves_what_it_does_not_know_to_torch(field: str, value:
     assert missing(from_json(json.dumps(plain), "spec")) is None
     assert missing(from_json(json.dumps(plain | {"experts": _EXPERTS}), "spec")) is None
     assert missing(from_json(json.dumps(plain | {field: value}), "spec")) is not None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "what"),
+    [("Gemma3nForCausalLM", "has_value_norm True"), ("Gemma4ForCausalLM", "has_value_norm True")]
+    + [(name, "indexer") for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")],
+)
+def test_the_fused_step_says_what_of_a_family_it_does_not_know(architecture: str, what: str) -> None:
+    assert missing(spec_of({"architectures": [architecture]})) == what

@@ -119,6 +119,6 @@ def test_a_stretched_spec_is_that_of_a_checkpoint_with_linear_scaling(tmp_path: 
 def test_unknown_rope_is_refused(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "proportional", "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match="proportional"):
+    config["rope_parameters"] = {"rope_type": "axial", "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match="axial"):
         spec_of(config)

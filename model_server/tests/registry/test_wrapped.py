@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.tools.spec import check
@@ -46,6 +47,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
         {**_QWEN_SIGHT, "patch_size": 14, "fullatt_block_indexes": [0]},
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        "qwen3_moe",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}},
+        {**_QWEN_SIGHT, "deepstack_visual_indexes": [0], "patch_size": 14},
+    ),
+    "gemma4": (
+        "Gemma4",
+        "gemma4_shared",
+        {"pad_token_id": 0},
+        {**_SIGHT, "head_dim": 8, "patch_size": 4, "num_key_value_heads": 2},
+    ),
+    "gemma4_unified": ("Gemma4Unified", "gemma4_unified", {"pad_token_id": 0}, {}),
     "qwen3_vl": (
         "Qwen3VL",
         "qwen3",
@@ -70,7 +84,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def build(name: str, *, is_tied: bool) -> Any:
     """The whole model in transformers, its text with weights as large as those of the zoo."""
     kind, text, more, sight = CASES[name]
-    given = dict(ZOO[text].config) | more | {"eos_token_id": 256, "bos_token_id": None, "pad_token_id": None}
+    given = dict(ZOO[text].config) | {"eos_token_id": 256, "bos_token_id": None, "pad_token_id": None} | more
     config = getattr(transformers, f"{kind}Config")(
         text_config=given | {"tie_word_embeddings": is_tied}, vision_config=sight, tie_word_embeddings=is_tied
     )
@@ -122,4 +136,23 @@ def test_a_text_without_a_row_is_left_to_transformers(text: Any) -> None:
 
 
 def test_every_wrapper_is_held_against_transformers() -> None:
-    assert WRAPPED.keys() == {f"{kind}ForConditionalGeneration" for kind, *_ in CASES.values()}
+    held = {f"{kind}ForConditionalGeneration" for kind, *_ in CASES.values()}
+    assert WRAPPED.keys() == held | {"Gemma3nForConditionalGeneration"}
+
+
+def test_the_text_of_gemma_3n_is_served_though_its_eyes_need_a_library(tmp_path: Path) -> None:
+    model = ZOO["gemma3n"].save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(tmp_path / "model.safetensors")
+    inner = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = ("vision_tower.timm_model.stem", "audio_tower.conv", "embed_vision.embedding", "embed_audio.hard_norm")
+    inner |= {f"model.{other}.weight": torch.ones(3) for other in others}
+    # Published checkpoints have keys and values of layers that use those of others.
+    inner |= {f"model.language_model.layers.4.self_attn.{name}.weight": torch.ones(3) for name in ("k_proj", "k_norm")}
+    save_file(inner, tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.arange(40)[None]).logits[0]
+    found = forward_worker.run(tmp_path, TensorParallel(), [list(range(40))], 3)[0]
+    assert float((found - expected).abs().max()) < TOLERANCE

@@ -34,6 +34,8 @@ HAND_WRITTEN: dict[str, Any] = {
 
 EXPERTS = {"num_experts": 4, "num_chosen": 1, "intermediate_size": 8}
 LATENT = {"rank": 8, "value_dim": 8}
+INDEXER = {"num_heads": 2, "head_dim": 4, "num_chosen": 3}
+INDEXED = {"latent": LATENT | {"query_rank": 8}, "num_kv_heads": 1}
 
 
 def test_a_spec_written_by_hand_is_the_one_of_an_architecture_removed_from_the_table(
@@ -125,6 +127,42 @@ def test_check_names_what_is_missing_unexpected_and_of_the_wrong_shape(tmp_path:
         ({"latent": LATENT}, "latent needs num_kv_heads 1, given 3"),
         ({"latent": LATENT, "num_kv_heads": 1, "rotary": {}}, "latent needs rotary.dims below head_dim 8, given None"),
         ({"latent": LATENT | {"rank": 0}, "num_kv_heads": 1}, "latent.rank must be within 1..4194304, given 0"),
+        ({"layers": [{}]}, "layers must have an entry for each of 2 layers, given 1"),
+        ({"layers": [{}, {"head_dim": 0}]}, r"layers\[1\].head_dim must be within 1..8192, given 0"),
+        ({"layers": [{"num_kv_heads": 4}, {}]}, r"layers\[0\].num_kv_heads must divide 6 query heads, given 4"),
+        ({"layers": [{}, {"gate_sparsity": 1}]}, r"layers\[1\].gate_sparsity must be at least 0 and below 1, given 1"),
+        ({"layers": [{"kv_source": 0}, {}]}, r"layers\[0\].kv_source must be a layer before it, given 0"),
+        (
+            {"layers": [{}, {"kv_source": 0, "head_dim": 4}]},
+            r"layers\[1\].head_dim must be the 8 of layer 0, which it has keys and values of, given 4",
+        ),
+        (
+            {"num_layers": 3, "layers": [{}, {"kv_source": 0}, {"kv_source": 1}]},
+            r"layers\[2\].kv_source must be a layer with keys and values of its own, given 1",
+        ),
+        ({"layers": [{}, {"kv_source": 0}], "names": {"qkv": "x.{i}"}}, "kv_source need names.qkv empty"),
+        ({"layers": [{}, {"head_dim": 4}], "rotary": {}}, r"rotary.dims must be even and within 2..4 \(head_dim\)"),
+        ({"layers": [{}, {"kv_source": 0}], "latent": LATENT, "num_kv_heads": 1}, "layers must be empty with latent"),
+        (
+            {"layer_embeddings": {"size": 0, "vocab_size": 9}},
+            "layer_embeddings.size must be within 1..1048576, given 0",
+        ),
+        ({"laurel_rank": 0}, "laurel_rank must be within 1..1048576, given 0"),
+        ({"altup": {"num_streams": 1}}, "altup.num_streams must be within 2..64, given 1"),
+        ({"altup": {"num_streams": 2, "active": 2}}, "altup.active must be within 0..1, given 2"),
+        ({"rotary": {"scaling": {"kind": "proportional", "share": 0}}}, "scaling.share must be above 0 and at most 1"),
+        ({"experts": EXPERTS | {"is_beside_mlp": True}}, "experts.is_beside_mlp needs dense_layers empty and norm_pl"),
+        ({"indexer": INDEXER}, "indexer needs latent with a query_rank"),
+        (
+            INDEXED | {"indexer": INDEXER | {"num_chosen": 0}},
+            "indexer.num_chosen must be within 1..2147483648, given 0",
+        ),
+        (INDEXED | {"indexer": INDEXER | {"head_dim": 1}}, "indexer.head_dim must be within 2..8192, given 1"),
+        (
+            INDEXED | {"indexer": INDEXER | {"sharing_layers": [0]}},
+            "indexer.sharing_layers must be within 1..1, given 0",
+        ),
+        (INDEXED | {"indexer": INDEXER, "names": {"index_k": ""}}, "names.index_k must not be empty"),
     ],
 )
 def test_a_wrong_spec_is_one_line_naming_field_value_and_limit(change: dict[str, Any], message: str) -> None:

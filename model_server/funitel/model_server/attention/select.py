@@ -108,7 +108,7 @@ class KernelCheck:
     @property
     def decode(self) -> Rows:
         """Rows that decode behind long contexts, as many as fill what may be timed."""
-        bytes_each = KVCache.bytes_per_block(self._spec, self._heads.num_kv_heads, _DECODE_CONTEXT, self._kv_dtype)
+        bytes_each = KVCache.bytes_per_block(self._spec, self._heads, _DECODE_CONTEXT, self._kv_dtype)
         return [(_DECODE_CONTEXT - 1, 1)] * max(1, min(64, _MAX_TIMED_BYTES // bytes_each))
 
     def check(self, backend: AttentionBackend, reference: AttentionBackend, rows: Rows = PROBE) -> None:
@@ -176,6 +176,10 @@ def choose_attention(
     reference = TorchAttention(block_size, device)
     if device.type != "cuda":
         return reference
+    reason = needs_torch(spec)
+    if reason is not None:
+        logger.info("attention runs in torch: %s", reason)
+        return reference
     makers: Makers = {
         "flash-attn 3": lambda: flash_3(spec, block_size, device, kv_dtype),
         "flash-attn 2": lambda: flash_2(spec, block_size, device, kv_dtype),
@@ -184,6 +188,15 @@ def choose_attention(
     with torch.inference_mode():
         check = KernelCheck(spec, heads, block_size, device, dtype, kv_dtype)
         return choose(makers, reference, check, on_device, wanted, is_plain=_is_plain(spec))
+
+
+def needs_torch(spec: ModelSpec) -> str | None:
+    """Why no kernel computes the attention of a model, if none does."""
+    if spec.indexer is not None:
+        return "tokens attend to those that an indexer chooses"
+    if any(own.head_dim or own.num_kv_heads for own in spec.layers):
+        return "heads of layers differ"
+    return None
 
 
 def choose(

@@ -178,9 +178,7 @@ def _attend(
     """
     group = query.shape[1] // keys.shape[1]
     if rule.softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=rule.scale, enable_gqa=group != 1
-        )
+        return masked_attention(query, keys, values, mask, rule.scale)
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = query @ keys.transpose(-1, -2) * rule.scale
     if rule.softcap is not None:
@@ -190,3 +188,11 @@ def _attend(
         return scores.softmax(dim=-1) @ values
     scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)), dim=-1)
     return scores.softmax(dim=-1)[..., :-1] @ values
+
+
+def masked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend queries [rows, num_heads, tokens, dim] to keys [rows, num_kv_heads, context, dim]; see `_attend`."""
+    is_grouped = query.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped)

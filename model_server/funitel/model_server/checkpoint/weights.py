@@ -166,16 +166,21 @@ class Weights:
     ) -> torch.Tensor:
         """Read the weights [outputs, inputs] of a linear layer, or a range of its outputs or inputs only.
 
-        `is_transposed` says that the family stores them [inputs, outputs]; quantised ones never lie that way.
+        `is_transposed` says that the family stores them [inputs, outputs]; quantised ones never lie that way, and some
+        checkpoints have stacks of experts the other way round.
         """
         name = f"{stem}.weight"
-        if is_transposed and not self._lies_by_outputs(name):
+        if is_transposed and not self._lies_by_outputs(name, (num_outputs, num_inputs)):
             return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows, dtype=dtype).t().contiguous()
         return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
 
-    def _lies_by_outputs(self, name: str) -> bool:
-        """Whether a linear layer is [outputs, inputs] whatever the family does."""
-        return isinstance(self._storages.get(name), QuantizedStorage) or self._mxfp4_of(name) is not None
+    def _lies_by_outputs(self, name: str, shape: tuple[int, int]) -> bool:
+        """Whether a linear layer is [outputs, inputs] whatever the family does; `shape` is that."""
+        if isinstance(self._storages.get(name), QuantizedStorage) or self._mxfp4_of(name) is not None:
+            return True
+        stacked = self._stack_of(name)
+        is_square = shape[0] == shape[1]  # of which the shape says nothing
+        return stacked is not None and not is_square and StackedStorage(self._files, *stacked).shape == shape
 
     def read_codes(
         self,

@@ -17,7 +17,10 @@ _BIASES = ("has_qkv_bias", "has_out_bias", "has_mlp_bias", "has_head_bias")
 _ENDS = ("embedding_scale", "is_tied", "logit_scale", "logit_softcap")
 _READ = {"architecture", "max_position_embeddings", "names"}
 _READ |= {*_SIZES, *_NORMS, *_HEADS, *_SCORES, *_POSITIONS, *_SLOPES, *_BLOCKS, *_BIASES, *_ENDS}
-_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_transposed", "is_stack_interleaved")
+_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_transposed", "is_stack_interleaved") + (
+    "router_scale",
+    "expert_scale",
+)
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 # The same for a mixture of experts.
 _READ_OF_EXPERTS = {"num_experts", "num_chosen", "intermediate_size", "dense_layers", "score", "is_normalized", "scale"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -28,6 +28,8 @@ class HeadSplit:
     q_end: int
     kv_start: int
     kv_end: int
+    size: int = field(default=1, compare=False)  # ranks that there are
+    rank: int = field(default=0, compare=False)
 
     @property
     def num_heads(self) -> int:
@@ -53,12 +55,12 @@ class HeadSplit:
         group = num_heads // num_kv_heads
         if size <= num_kv_heads:
             start, end = split_evenly(num_kv_heads, size, rank)
-            return cls(start * group, end * group, start, end)
+            return cls(start * group, end * group, start, end, size, rank)
         for kv_head in range(num_kv_heads):
             first, last = split_evenly(size, num_kv_heads, kv_head)
             if first <= rank < last:
                 start, end = split_evenly(group, last - first, rank - first)
-                return cls(kv_head * group + start, kv_head * group + end, kv_head, kv_head + 1)
+                return cls(kv_head * group + start, kv_head * group + end, kv_head, kv_head + 1, size, rank)
         raise AssertionError("every rank below size has a KV head")
 
     @classmethod

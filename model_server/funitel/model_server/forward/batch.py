@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -118,6 +118,11 @@ class ForwardBatch:
         blocks = [row.block_table[np.arange(row.start, row.end) // self.block_size] for row in self.rows]
         device = self.input_ids.device
         return _tensor(np.concatenate(blocks), device), _tensor(self._positions % self.block_size, device)
+
+    @cached_property
+    def choices(self) -> dict[int, Any]:
+        """What the indexers of layers chose in this step, for layers that have no own."""
+        return {}
 
     @cached_property
     def _positions(self) -> np.ndarray:

@@ -9,6 +9,7 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.kv_cache.layout import BlockLayout, LayerPlace
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.kv_cache.zeroed import zeros
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -21,7 +22,8 @@ Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset 
 class KVCache:
     """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, cached_dim] of one pool.
 
-    Layers that keep a state take no part in it; `state_pool` is where theirs are, if there are such layers.
+    Layers may differ in heads and in elements, and several may have the same view (see `layout`). Layers that keep a
+    state take no part in it; `state_pool` is where theirs are, if there are such layers.
 
     A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
     first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
@@ -47,11 +49,20 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        parts, layers = _num_parts(spec), spec.attention_layers
-        shape = (num_blocks, len(layers), parts, block_size, heads.num_kv_heads, spec.cached_dim)
-        self.pool = zeros(shape, dtype, device)
-        self.keys = dict(zip(layers, self.pool[:, :, 0].unbind(1), strict=True))
-        self.values = self.keys if parts == 1 else dict(zip(layers, self.pool[:, :, 1].unbind(1), strict=True))
+        layout = BlockLayout.of(spec, heads, block_size)
+        self.pool = zeros((num_blocks, layout.num_elements), dtype, device)
+        self.keys = {layer: self._view(place, 0) for layer, place in layout.places.items()}
+        self.values = self.keys
+        if spec.latent is None:
+            self.values = {layer: self._view(place, 1) for layer, place in layout.places.items()}
+        self.index_keys = {layer: self._view(place, 0) for layer, place in layout.index_places.items()}
+
+    def _view(self, place: LayerPlace, part: int) -> torch.Tensor:
+        """One part of a layer in every block, [num_blocks, block_size, num_kv_heads, dim]."""
+        size = place.num_elements(self.block_size) // place.num_parts
+        start = place.start + part * size
+        shape = self.num_blocks, self.block_size, place.num_kv_heads, place.dim
+        return self.pool[:, start : start + size].view(shape)
 
     @property
     def num_bytes(self) -> int:
@@ -59,16 +70,19 @@ class KVCache:
         return self.pool.numel() * self.pool.element_size()
 
     @staticmethod
-    def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
-        """Memory one block takes on a rank with `num_kv_heads`."""
-        num_elements = _num_parts(spec) * block_size * num_kv_heads * spec.cached_dim
-        return len(spec.attention_layers) * num_elements * dtype.itemsize
+    def bytes_per_block(spec: ModelSpec, heads: HeadSplit, block_size: int, dtype: torch.dtype) -> int:
+        """Memory one block takes on the rank that has `heads`."""
+        return BlockLayout.of(spec, heads, block_size).num_elements * dtype.itemsize
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
         _put(self.keys[layer], slots, keys)
         if values is not None:
             _put(self.values[layer], slots, values)
+
+    def write_index(self, layer: int, slots: Slots, keys: torch.Tensor) -> None:
+        """Store keys of a layer's indexer, [num_tokens, 1, index_dim]."""
+        _put(self.index_keys[layer], slots, keys)
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""
@@ -98,10 +112,6 @@ def _put(cached: torch.Tensor, slots: Slots, numbers: torch.Tensor) -> None:
         numbers = numbers.clamp(-largest, largest).to(cached.dtype).view(torch.uint8)
         cached = cached.view(torch.uint8)
     cached.index_put_(slots, numbers)
-
-
-def _num_parts(spec: ModelSpec) -> int:
-    return 1 if spec.latent is not None else 2
 
 
 class Pools(Protocol):
@@ -141,12 +151,13 @@ class SpecPools:
     @property
     def bytes_per_block(self) -> int:
         """See Pools."""
-        return KVCache.bytes_per_block(self.spec, self.heads.num_kv_heads, self.block_size, self.dtype)
+        return KVCache.bytes_per_block(self.spec, self.heads, self.block_size, self.dtype)
 
     @property
     def total_bytes_per_block(self) -> int:
         """See Pools."""
-        return KVCache.bytes_per_block(self.spec, self.spec.num_kv_heads, self.block_size, self.dtype)
+        whole = HeadSplit.of(self.spec.num_heads, self.spec.num_kv_heads, 1, 0)
+        return KVCache.bytes_per_block(self.spec, whole, self.block_size, self.dtype)
 
     def make(self, num_blocks: int) -> KVCache:
         """See Pools."""

@@ -11,6 +11,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchElementwiseOps
+from funitel.model_server.layers.indexer import Indexer, attend_chosen
 from funitel.model_server.layers.linear import (
     ColumnLinear,
     HeadNorm,
@@ -42,7 +43,7 @@ class Attention:
         def name(template: str) -> str:
             return weights.prefix + template.format(i=index, j="{j}")
 
-        names, dim = spec.names, spec.head_dim
+        names, dim, own = spec.names, spec.head_dim, spec.layer(index)
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self.index = index
         self.backend = backend
@@ -59,7 +60,7 @@ class Attention:
         self.head_dim = dim
         self.qkv = ColumnLinear(
             weights,
-            qkv_parts(spec, heads, name),
+            qkv_parts(spec, heads, name, own),
             spec.hidden_size,
             has_bias=spec.has_qkv_bias,
             is_transposed=names.is_transposed,
@@ -68,12 +69,21 @@ class Attention:
         if spec.qk_norm is not QkNorm.NONE and not (spec.is_qk_norm_last and self.rotary is None):
             holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
             q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
-            norms = (
-                HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
-                HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
-            )
-        is_last = spec.is_qk_norm_last
-        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales, is_norm_last=is_last)
+            of_queries = HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1)
+            of_keys = of_queries
+            if own.kv_source is None:
+                of_keys = HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders)
+            norms = of_queries, of_keys
+        self.heads = HeadRule(
+            heads.num_heads,
+            heads.num_kv_heads if own.kv_source is None else 0,
+            spec.qkv_clip,
+            norms,
+            *scales,
+            is_norm_last=spec.is_qk_norm_last,
+            has_key_values=own.has_key_values,
+            value_eps=spec.norm_eps if spec.has_value_norm else None,
+        )
         self.gate: ColumnLinear | None = None
         if spec.has_output_gate:
             parts = [(name(names.output_gate), spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim))]
@@ -148,6 +158,11 @@ class LatentAttention:
         self.rank = latent.rank
         self.parts = [spec.head_dim - num_turned, num_turned]  # elements of a query that stay, and that turn
         self.queries = _LatentQueries(spec, latent, weights, heads, name)
+        self.choice_source = spec.choice_source(index)
+        self.is_sparse = spec.indexer is not None
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None and latent.query_rank is not None and self.choice_source == index:
+            self.indexer = Indexer(spec, spec.indexer, latent.query_rank, weights, index)
         self.kv_down = _to_latent(spec, weights, name(names.kv_down), latent.rank + num_turned)
         self.kv_norm = NormLayer(spec, weights, name(names.kv_latent_norm), latent.rank, eps=latent.norm_eps)
         self.into, self.back = self._heads_of_latents(spec, latent, weights, heads, name(names.kv_up))
@@ -169,7 +184,10 @@ class LatentAttention:
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, rotations: Rotations
     ) -> torch.Tensor:
         """Attend tokens [num_tokens, hidden_size] to the cache, their own latents included."""
-        still, rotated = torch.split(self.queries(x), self.parts, dim=-1)  # each [num_tokens, num_heads, ...]
+        latents = self.queries.latents(x)
+        if self.indexer is not None and self.rotary is not None:
+            batch.choices[self.index] = self.indexer(x, latents, batch, cache, rotations[self.rotary])
+        still, rotated = torch.split(self.queries(latents), self.parts, dim=-1)  # each [num_tokens, num_heads, ...]
         latent, key = torch.split(self.kv_down(x), [self.rank, self.parts[1]], dim=-1)
         rotated = torch.cat((rotated, key[:, None]), dim=1)
         if self.rotary is not None:
@@ -179,8 +197,12 @@ class LatentAttention:
         query = torch.cat((self.into(still), rotated[:, :-1]), dim=-1)
         if self.growth is not None:
             query = query * grown(batch.positions, self.growth).to(query.dtype)
-        attended = self.backend.attend(query, cache, self.index, plan, self.rule)[..., : self.rank]
-        return self.out(self.back(attended).flatten(1))
+        choices = batch.choices[self.choice_source] if self.is_sparse else None
+        if choices is None:
+            attended = self.backend.attend(query, cache, self.index, plan, self.rule)
+        else:
+            attended = attend_chosen(query, cache.keys[self.index], batch, choices, self.rule.scale)
+        return self.out(self.back(attended[..., : self.rank]).flatten(1))
 
 
 class _LatentQueries:
@@ -199,10 +221,12 @@ class _LatentQueries:
         part = source, spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)
         self.up = ColumnLinear(weights, [part], num_inputs, has_bias=False, is_transposed=names.is_transposed)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.down is not None:
-            x = self.norm(self.down(x))
-        return self.up(x).view(x.shape[0], -1, self.head_dim)
+    def latents(self, x: torch.Tensor) -> torch.Tensor:
+        """What queries are made of."""
+        return x if self.down is None else self.norm(self.down(x))
+
+    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.up(latents).view(latents.shape[0], -1, self.head_dim)
 
 
 def _to_latent(spec: ModelSpec, weights: Weights, name: str, num_outputs: int) -> Matmul:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.layers.linear import ACTIVATIONS, HeadNorm, NormLayer
@@ -19,12 +20,14 @@ class HeadRule:
     """What becomes of the query, key and value heads of one layer on this rank before they attend."""
 
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # 0 where the keys and values are another layer's
     clip: float | None  # all are kept within +- this
     norms: tuple[HeadNorm, HeadNorm] | None  # of queries and of keys
     key_scale: float = 1.0  # keys are divided by it on their way to the pool
     value_scale: float = 1.0
     is_norm_last: bool = False  # heads are normalised once they are rotated
+    has_key_values: bool = False  # values are what keys are before norm and rotation
+    value_eps: float | None = None  # of the norm of values, which has no weights; None: they have none
 
     @property
     def is_scaled(self) -> bool:
@@ -65,7 +68,7 @@ class ElementwiseOps(Protocol):
         """Normalise and rotate heads and write keys and values to their slots.
 
         Args:
-            qkv: [num_tokens, query + key + value heads, head_dim].
+            qkv: [num_tokens, query + key + value heads, head_dim], without heads that the rule says are not there.
             rule: how many of each there are, and what becomes of them.
             rotation: the rotation of the tokens, if the layer has one.
             cache: the pool, into which those of `layer` are written.
@@ -109,13 +112,17 @@ class TorchElementwiseOps:
         num_qk = rule.num_heads + rule.num_kv_heads
         if rule.clip is not None:
             qkv = qkv.clamp(-rule.clip, rule.clip)
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
+        qk, v = qkv[:, :num_qk], qkv[:, rule.num_heads if rule.has_key_values else num_qk :]
+        if rule.value_eps is not None:
+            v = F.rms_norm(v, v.shape[-1:], eps=rule.value_eps)
         if not rule.is_norm_last:
             qk = _normalized(qk, rule)
         if rotation is not None:
             qk = rotation(qk)
         if rule.is_norm_last:
             qk = _normalized(qk, rule)
+        if not rule.num_kv_heads:
+            return qk.contiguous()
         k = qk[:, rule.num_heads :]
         if rule.is_scaled:
             k, v = k / rule.key_scale, v / rule.value_scale
@@ -128,4 +135,6 @@ def _normalized(qk: torch.Tensor, rule: HeadRule) -> torch.Tensor:
     if rule.norms is None:
         return qk
     q_norm, k_norm = rule.norms
+    if not rule.num_kv_heads:
+        return q_norm(qk)
     return torch.cat((q_norm(qk[:, : rule.num_heads]), k_norm(qk[:, rule.num_heads :])), dim=1)

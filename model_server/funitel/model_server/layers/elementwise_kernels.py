@@ -342,8 +342,10 @@ def _has(x: torch.Tensor, *norms: NormLayer | None) -> bool:
 def _places(qkv: torch.Tensor, rule: HeadRule) -> bool:
     """Whether `place_heads` has these heads: a norm over all of them is one over other ranks too.
 
-    Norms have weights, and come before the rotation.
+    Norms have weights, are not of values, and come before the rotation; there are queries, keys and values.
     """
+    if not rule.num_kv_heads or rule.has_key_values or rule.value_eps is not None:
+        return False
     is_by_head = rule.norms is None or (
         rule.norms[0].kind not in (QkNorm.WHOLE, QkNorm.PLAIN) and not rule.is_norm_last
     )

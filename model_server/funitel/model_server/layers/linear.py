@@ -10,6 +10,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.quantized.matmul import Product
+from funitel.model_server.spec.layer_spec import LayerSpec
 from funitel.model_server.spec.model_spec import Activation, ModelSpec, Norm, QkNorm, QkvLayout
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -312,8 +313,13 @@ class VocabHead:
         return self.parallel.gather_columns(logits, self.vocab_size)
 
 
-def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> list[Part]:
-    """Checkpoint rows of this rank's query, key and value heads, in this order, from one packed or three tensors."""
+def qkv_parts(
+    spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str], own: LayerSpec | None = None
+) -> list[Part]:
+    """Checkpoint rows of this rank's query, key and value heads, in this order, from one packed or three tensors.
+
+    `own` says which of them the layer has; None: all.
+    """
     dim = spec.head_dim
     num_q, num_kv = spec.num_heads * dim, spec.num_kv_heads * dim
     q = (heads.q_start * dim, heads.q_end * dim)
@@ -322,7 +328,10 @@ def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> 
         queries = gated_query_parts(spec, heads, name, 0)
         return [*queries, (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
     if not spec.names.qkv:
-        return [(name(spec.names.q), num_q, q), (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
+        parts = [(name(spec.names.q), num_q, q), (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
+        if own is None:
+            return parts
+        return parts[: 1 if own.kv_source is not None else 2 if own.has_key_values else 3]
     packed, total = name(spec.names.qkv), num_q + 2 * num_kv
     if spec.qkv_layout is QkvLayout.GROUPED:
         return [(packed, total, rows) for rows in _grouped_rows(spec, heads)]

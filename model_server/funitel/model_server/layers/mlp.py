@@ -1,8 +1,10 @@
 """The second block of a decoder layer: one MLP, or a mixture of experts."""
 
 from dataclasses import replace
+from statistics import NormalDist
 
 import torch
+import torch.nn.functional as F
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
@@ -11,6 +13,7 @@ from funitel.model_server.layers.linear import (
     ACTIVATIONS,
     ColumnLinear,
     Matmul,
+    NormLayer,
     RowLinear,
     XieluActivation,
     mlp_parts,
@@ -45,6 +48,9 @@ class Mlp:
         self.xielu = XieluActivation(weights, name(names.activation)) if spec.activation is Activation.XIELU else None
         self.is_interleaved = bool(names.gate_up) and names.is_stack_interleaved
         self.limit, self.shift = spec.gate_limit, spec.gate_shift
+        sparsity = spec.layer(index).gate_sparsity
+        self.threshold = NormalDist().inv_cdf(sparsity) if sparsity else None  # in standard deviations of gates
+        self.num_all_units = units
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.parallel = parallel
         self.up = ColumnLinear(
@@ -85,12 +91,23 @@ class Mlp:
         """Gates and values side by side, each within its limits, of [num_tokens, 2 * units]."""
         if self.is_interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-        if self.limit is None and not self.shift:
+        if self.limit is None and not self.shift and self.threshold is None:
             return x
         gate, up = x.chunk(2, dim=-1)
+        if self.threshold is not None:
+            gate = self._sparse(gate, self.threshold)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return torch.cat((gate, up + self.shift), dim=-1)
+
+    def _sparse(self, gate: torch.Tensor, threshold: float) -> torch.Tensor:
+        """Gates [num_tokens, units] less what is so many deviations above the mean of all ranks', and 0 below it."""
+        mean = self._mean(gate)
+        deviation = self._mean((gate - mean).square()).sqrt()
+        return F.relu(gate - mean - threshold * deviation)
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parallel.all_reduce(x.sum(dim=-1, keepdim=True)) / self.num_all_units
 
 
 class Router:
@@ -103,11 +120,20 @@ class Router:
     def __init__(self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, index: int) -> None:
         name = weights.named(spec.names.router, i=index)
         weight = weights.read_linear(name, experts.num_experts, spec.hidden_size, dtype=torch.float32)
+        self.norm_eps: float | None = None
+        if spec.names.router_scale:
+            self.norm_eps = spec.norm_eps
+            scale = weights.named(spec.names.router_scale, i=index)
+            weight = weight * (weights.read(scale, [spec.hidden_size], dtype=torch.float32) * spec.hidden_size**-0.5)
         bias: torch.Tensor | None = None
         if experts.has_router_bias:
             bias = weights.read(f"{name}.bias", [experts.num_experts], dtype=torch.float32)
         self.spec = experts
         self.product = Matmul(weight, bias)
+        self.expert_scale: torch.Tensor | None = None  # [num_experts]
+        if spec.names.expert_scale:
+            whole = weights.named(spec.names.expert_scale, i=index)
+            self.expert_scale = weights.read(whole, [experts.num_experts], dtype=torch.float32)
         self.correction: torch.Tensor | None = None  # [num_experts]
         if spec.names.router_correction:
             whole = weights.named(spec.names.router_correction, i=index)
@@ -115,7 +141,10 @@ class Router:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and shares of tokens [num_tokens, hidden_size], each [num_tokens, num_chosen]."""
-        spec, logits = self.spec, self.product(x.float())
+        x = x.float()
+        if self.norm_eps is not None:
+            x = F.rms_norm(x, x.shape[-1:], eps=self.norm_eps)
+        spec, logits = self.spec, self.product(x)
         if spec.score is ExpertScore.SPARSEMIXER:
             return self._one_by_one(logits)
         scores = logits.softmax(dim=-1) if spec.score is ExpertScore.SOFTMAX else _sigmoid(logits)
@@ -126,6 +155,8 @@ class Router:
         shares = scores.gather(1, chosen)
         if spec.is_normalized:
             shares = shares / (shares.sum(dim=-1, keepdim=True) + _MIN_SUM)
+        if self.expert_scale is not None:
+            shares = shares * self.expert_scale[chosen]
         return chosen, shares * spec.scale
 
     def _one_by_one(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,9 +203,13 @@ class Experts:
                 name = weights.named(spec.names.shared_share, i=index)
                 self.share = Matmul(weights.read_linear(name, 1, spec.hidden_size))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] in and out. A token's result does not depend on the others."""
-        chosen, shares = (found.flatten() for found in self.router(x))  # [num_tokens * num_chosen]
+    def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] in and out. A token's result does not depend on the others.
+
+        `routed` is what the router reads, if something else.
+        """
+        choice = self.router(x if routed is None else routed)
+        chosen, shares = (found.flatten() for found in choice)  # [num_tokens * num_chosen]
         total = self._shared(x)
         sizes = chosen.bincount(minlength=len(self.experts)).tolist()
         for expert, places in zip(self.experts, torch.split(chosen.argsort(stable=True), sizes), strict=True):
@@ -199,6 +234,36 @@ class Experts:
         if self.shared_scale != 1.0:
             result = result * self.shared_scale
         return result if self.share is None else result * _sigmoid(self.share(x))
+
+
+class MlpAndExperts:
+    """The plain MLP and a mixture of experts on the same hidden states, each between norms of its own, added up.
+
+    The router reads the hidden states as they are.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, parallel: TensorParallel, index: int
+    ) -> None:
+        def norm(template: str) -> NormLayer:
+            return NormLayer(spec, weights, weights.prefix + template.format(i=index), spec.hidden_size)
+
+        names = spec.names
+        self.mlp = Mlp(spec, weights, parallel, index)
+        self.experts = Experts(spec, experts, weights, parallel, index)
+        self.mlp_norms = norm(names.dense_norm), norm(names.dense_post_norm)
+        self.experts_norms = norm(names.experts_norm), norm(names.experts_post_norm)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] in and out."""
+        before, after = self.mlp_norms
+        result = after(self.mlp(before(x)))
+        before, after = self.experts_norms
+        return result + after(self.experts(before(x), x))
+
+    def mlps(self) -> list[Mlp]:
+        """All of them: see Experts."""
+        return [self.mlp, *self.experts.mlps()]
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,9 @@ def _scaled(frequencies: torch.Tensor, base: float, scaling: RotaryScaling) -> t
         return frequencies / scaling.factor
     if scaling.kind == "longrope":
         return frequencies / torch.tensor(scaling.short_factors)
+    if scaling.kind == "proportional":
+        is_turned = torch.arange(len(frequencies)) < int(scaling.share * len(frequencies))
+        return frequencies * is_turned / scaling.factor
     if scaling.kind == "llama3":
         turns = scaling.original_max_position * frequencies / (2 * torch.pi)  # full turns over the trained context
         span = scaling.high_freq_factor - scaling.low_freq_factor

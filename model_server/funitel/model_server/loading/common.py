@@ -87,7 +87,7 @@ def log_memory(
 ) -> None:
     """Say what weights were to take and took, and what a token takes in the pool."""
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    block_bytes = KVCache.bytes_per_block(spec, heads.num_kv_heads, settings.block_size, kv_dtype)
+    block_bytes = KVCache.bytes_per_block(spec, heads, settings.block_size, kv_dtype)
     logger.info(
         "memory predicted_weight_bytes=%d measured_bytes=%d kv_bytes_per_token=%d",
         predicted,

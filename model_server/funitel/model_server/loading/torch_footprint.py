@@ -78,7 +78,7 @@ class _Sizes(Weights):
         """Any, where no checkpoint says otherwise."""
         return self._checkpoint is None or self._checkpoint.has(name)
 
-    def _lies_by_outputs(self, name: str) -> bool:
+    def _lies_by_outputs(self, name: str, shape: tuple[int, int]) -> bool:
         """It takes as much memory either way."""
         return False
 

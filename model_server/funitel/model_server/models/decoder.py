@@ -7,12 +7,14 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.layers.altup import AltUp, Laurel, Streams
 from funitel.model_server.layers.attention import Attention, LatentAttention, Rotations
 from funitel.model_server.layers.delta_net import DeltaNet
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
+from funitel.model_server.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.layers.mamba2 import Mamba2
-from funitel.model_server.layers.mlp import Experts, Mlp
+from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, sinusoids
 from funitel.model_server.layers.short_conv import ShortConv
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
@@ -37,12 +39,14 @@ class Decoder:
         self.token_embedding = TokenEmbedding(spec, weights, parallel)
         self.offload = offload
         self.layers: list[AnyLayer | OffloadedLayer[AnyLayer]] = []
+        self.layer_embeddings: LayerEmbeddings | None = None
+        if spec.layer_embeddings is not None:
+            self.layer_embeddings = LayerEmbeddings(spec, spec.layer_embeddings, weights, parallel)
+        self.streams: Streams | None = None
+        if spec.altup is not None:
+            self.streams = Streams(spec, spec.altup, weights)
         for i in range(spec.num_layers):
-            layer: AnyLayer
-            if spec.mlp_layers:
-                layer = SingleBlockLayer(spec, weights, parallel, attention, i)
-            else:
-                layer = DecoderLayer(spec, weights, parallel, attention, i)
+            layer = layer_of(spec, weights, parallel, attention, i)
             self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
         if offload is not None:
             offload.finish()
@@ -75,14 +79,20 @@ class Decoder:
             cache.state_pool.clear([row.state_slot for row in batch.rows if row.start == 0])
         x = self.token_embedding(batch)  # [num_tokens, hidden_size]
         rotations = self.token_embedding.rotations(batch, x.dtype)
+        embedded: list[torch.Tensor | None] = [None] * len(self.layers)
+        if self.layer_embeddings is not None:
+            embedded = list(self.layer_embeddings(batch.input_ids, x).unbind(1))
+        if self.streams is not None:
+            x = self.streams.spread(x)
         entering: torch.Tensor | None = None
-        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
+        for layer, following, own in zip(self.layers, [*self.layers[1:], None], embedded, strict=True):
             # The norm of an offloaded layer is not there before the layer computes.
             residual = following.attention_residual if isinstance(following, AnyLayer) else None
-            x, entering = layer(x, entering, residual, batch, cache, plan, rotations)
+            x, entering = layer(x, entering, residual, batch, cache, plan, rotations, own)
         if batch.logit_indices.numel() == 0:
             return None
         x = x[batch.logit_indices]
+        x = x if self.streams is None else self.streams.merge(x)
         x = x if self.final_norm is None else self.elementwise.norm(self.final_norm, x)
         return self.head(x if self.narrow is None else self.narrow(x))
 
@@ -130,8 +140,21 @@ class TokenEmbedding:
         }
 
 
+def layer_of(
+    spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
+) -> "AnyLayer":
+    """A layer as the spec has it."""
+    if spec.mlp_layers:
+        return SingleBlockLayer(spec.at(index), weights, parallel, attention, index)
+    kind = DecoderLayer if spec.altup is None else AltUpLayer
+    return kind(spec.at(index), weights, parallel, attention, index)
+
+
 class DecoderLayer:
-    """Attention, or what takes its place, and MLP, each normalised where the spec says and added to the residual."""
+    """Attention, or what takes its place, and MLP, each normalised where the spec says and added to the residual.
+
+    The layer's embedding comes last. `spec` has the sizes of this layer.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
@@ -142,6 +165,15 @@ class DecoderLayer:
         self.mlp = _mlp(spec, weights, parallel, index)
         self.attention_residual = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
         self.mlp_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
+        self.laurel: Laurel | None = None
+        if spec.laurel_rank is not None:
+            self.laurel = Laurel(spec, spec.laurel_rank, weights, index)
+        self.embedding_gate: EmbeddingGate | None = None
+        if spec.layer_embeddings is not None:
+            self.embedding_gate = EmbeddingGate(spec, spec.layer_embeddings, weights, index)
+        self.scale: torch.Tensor | None = None
+        if spec.has_layer_scale:
+            self.scale = weights.read(weights.prefix + names.layer_scale.format(i=index), [1])
 
     def adopt(self, elementwise: ElementwiseOps) -> None:
         """Compute from now on with these operations."""
@@ -160,6 +192,7 @@ class DecoderLayer:
         cache: KVCache,
         plan: object,
         rotations: Rotations,
+        embedded: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the residual [num_tokens, hidden_size] and what of it enters this layer to those behind it.
 
@@ -168,6 +201,7 @@ class DecoderLayer:
             entering: what the layer before made of it for this one, if it has.
             following: the norms around attention in the next layer, where that shall not do so itself.
             batch, cache, plan, rotations: of the step.
+            embedded: the layer's embeddings of the tokens, [num_tokens, size], in models that have them.
         """
         if entering is None:
             entering = self.attention_residual.enter(x)
@@ -175,12 +209,50 @@ class DecoderLayer:
         if self.is_parallel:
             shared = entering if self.mlp_residual.before is None else self.mlp_residual.enter(x)
             result = attended + self.mlp(shared)
+        elif self.laurel is not None:
+            x = self.laurel.join(self.attention_residual.leave(x, attended), entering)
+            result = self.mlp(self.mlp_residual.enter(x))
         else:
             x, shared = self.attention_residual.pass_on(x, attended, self.mlp_residual)
             result = self.mlp(shared)
-        if following is None:
-            return self.mlp_residual.leave(x, result), None
-        return self.mlp_residual.pass_on(x, result, following)
+        if following is not None and self.embedding_gate is None and self.scale is None:
+            return self.mlp_residual.pass_on(x, result, following)
+        x = self.mlp_residual.leave(x, result)
+        if self.embedding_gate is not None and embedded is not None:
+            x = x + self.embedding_gate(x, embedded)
+        return x if self.scale is None else x * self.scale, None
+
+
+class AltUpLayer(DecoderLayer):
+    """A layer that computes one of several hidden states of a token; its embedding is added to the others."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
+    ) -> None:
+        super().__init__(spec, weights, parallel, attention, index)
+        assert spec.altup is not None
+        self.altup = AltUp(spec, spec.altup, weights, index)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        entering: torch.Tensor | None,
+        following: "ResidualBlock | None",
+        batch: ForwardBatch,
+        cache: KVCache,
+        plan: object,
+        rotations: Rotations,
+        embedded: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See DecoderLayer; the residual is [num_tokens, num_streams, hidden_size], and nothing of it enters."""
+        predicted = self.altup.predict(x)
+        active = predicted[:, self.altup.active].contiguous()
+        result, _ = super().__call__(active, None, None, batch, cache, plan, rotations)
+        x = self.altup.correct(predicted, result)
+        if self.embedding_gate is not None and embedded is not None:
+            added = self.embedding_gate(self.altup.output(x), embedded)
+            x = torch.cat((x[:, :1], x[:, 1:] + added[:, None]), dim=1)
+        return x, None
 
 
 class SingleBlockLayer:
@@ -191,7 +263,7 @@ class SingleBlockLayer:
     ) -> None:
         names = spec.names
         self.mixer: Mixer | None = None
-        self.mlp: Mlp | Experts | None = None
+        self.mlp: Mlp | Experts | MlpAndExperts | None = None
         if index in spec.mlp_layers:
             self.mlp = _mlp(spec, weights, parallel, index)
             self.attention_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
@@ -218,8 +290,9 @@ class SingleBlockLayer:
         cache: KVCache,
         plan: object,
         rotations: Rotations,
+        embedded: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See DecoderLayer."""
+        """See DecoderLayer; it has no embeddings of its own."""
         if entering is None:
             entering = self.attention_residual.enter(x)
         if self.mlp is not None:
@@ -269,11 +342,13 @@ def _mixer(
     return LatentAttention(spec, spec.latent, weights, parallel, attention, index)
 
 
-def _mlp(spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> Mlp | Experts:
-    """The MLP of a layer, or its experts."""
+def _mlp(spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> Mlp | Experts | MlpAndExperts:
+    """The MLP of a layer, or its experts, or both."""
     experts = spec.experts_of(index)
     if experts is None:
         return Mlp(spec, weights, parallel, index)
+    if experts.is_beside_mlp:
+        return MlpAndExperts(spec, experts, weights, parallel, index)
     return Experts(spec, experts, weights, parallel, index)
 
 

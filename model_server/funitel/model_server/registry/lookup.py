@@ -7,9 +7,15 @@ from typing import Any
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.nearest import nearest_row
-from funitel.model_server.registry.rules.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
+from funitel.model_server.registry.rules.row import (
+    NUM_HEADS_KEYS,
+    NUM_LAYERS_KEYS,
+    ArchitectureRow,
+    Config,
+    reading_config,
+)
 from funitel.model_server.registry.unread_fields import read_by
-from funitel.model_server.registry.wrapped import WRAPPED, text_of, wrapped
+from funitel.model_server.registry.wrapped import TEXTS, WRAPPED, text_of, wrapped
 from funitel.model_server.spec.json_file import check_types, read_spec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
@@ -114,6 +120,9 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4) | _GEMMA2_CAPPED,
     "VaultGemmaForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4) | _GEMMA2_CAPPED,
     "Gemma3ForCausalLM": _sizes(262208, 2304, 9216, 26, 8, 131072, 4) | _GEMMA2,
+    "Gemma3nForCausalLM": _sizes(262400, 2048, 16384, 35, 8, 32768, 2) | {"head_dim": 256},
+    "Gemma4ForCausalLM": _sizes(262144, 2304, 9216, 30, 8, 131072, 4) | {"head_dim": 256},
+    "Gemma4UnifiedForCausalLM": _sizes(262144, 2304, 9216, 30, 8, 262144, 4) | {"head_dim": 256},
     "PhiForCausalLM": _sizes(51200, 2048, 8192, 24, 32, 2048) | {"layer_norm_eps": 1e-5},
     "Phi3ForCausalLM": _sizes(32064, 3072, 8192, 32, 32, 4096)
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
@@ -165,6 +174,9 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _QWEN
     | {"shared_expert_intermediate_size": 5632},
     "Qwen3MoeForCausalLM": _sizes(151936, 2048, 6144, 24, 32, 32768, 4) | _experts(128, 8, 768) | _QWEN,
+    "Qwen3VLMoeTextModel": _sizes(151936, 2048, 5632, 24, 16, 128000, 16)
+    | _experts(60, 4, 1408)
+    | {"rope_theta": 5e5, "tie_word_embeddings": True},
     "OlmoeForCausalLM": _sizes(50304, 2048, 2048, 16, 16, 4096) | _experts(64, 8),
     "GraniteMoeForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
     "GraniteMoeSharedForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
@@ -212,6 +224,15 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _experts(8, 2, 7688)
     | {"head_dim": 128, "moe_shared_expert_intermediate_size": 7688, "ssm_state_size": 128, "mamba_num_heads": 128}
     | {"mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4},
+    "DeepseekV32ForCausalLM": _sizes(129280, 7168, 18432, 61, 128, 163840, 128)
+    | _experts(256, 8, 2048)
+    | _LATENT
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    "GlmMoeDsaForCausalLM": _sizes(154880, 6144, 12288, 78, 64, 202752, 64)
+    | _experts(256, 8, 2048)
+    | _LATENT
+    | {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5},
     "Glm4MoeForCausalLM": _sizes(151552, 4096, 10944, 46, 96, 131072, 8)
     | _experts(128, 8, 1408)
     | {"n_shared_experts": 1, "first_k_dense_replace": 1},
@@ -231,8 +252,13 @@ def spec_of(config: Config) -> ModelSpec:
     architectures = config.get("architectures") or []
     holder = next((name for name in architectures if name in WRAPPED), None)
     if holder is not None:
-        return wrapped(spec_of(text_of(holder, config)), holder)
-    architecture = next((name for name in architectures if name in FAMILIES), None)
+        return wrapped(_spec_of(text_of(holder, config), {**FAMILIES, **TEXTS}), holder)
+    return _spec_of(config, FAMILIES)
+
+
+def _spec_of(config: Config, rows: Mapping[str, ArchitectureRow]) -> ModelSpec:
+    architectures = config.get("architectures") or []
+    architecture = next((name for name in architectures if name in rows), None)
     if architecture is None:
         raise NoRow(
             f"architecture {', '.join(map(str, architectures)) or 'not named in config.json'} is not supported: "
@@ -243,7 +269,7 @@ def spec_of(config: Config) -> ModelSpec:
         try:
             defaults = CLASS_DEFAULTS.get(architecture)
             known = config if defaults is None else {**defaults, **read_by(architecture, config)}
-            spec = FAMILIES[architecture].spec(known)
+            spec = rows[architecture].spec(known)
         except UnsupportedModel as error:
             raise NoRow(error.message) from error
     try:

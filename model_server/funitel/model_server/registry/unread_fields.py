@@ -14,9 +14,11 @@ _GATED_EXPERTS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Mistral4ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
 )
 _ROUTED_EXPERTS = (*_GATED_EXPERTS, "Dots1ForCausalLM", "SolarOpenForCausalLM")
-_QWEN_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+_QWEN_EXPERTS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLMoeTextModel")
 _COHERE = ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM")
 _EXAONE = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
 
@@ -98,7 +100,7 @@ _STRANGERS: Mapping[str, tuple[str, ...]] = {
     ),
     "num_local_experts": ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM"),
     "rms_norm_eps": ("PhiForCausalLM", "GPTNeoXForCausalLM"),
-    "rope_interleave": ("DeepseekV2ForCausalLM",),
+    "rope_interleave": ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
 }
 """Fields that most classes read, and those that do not."""
 

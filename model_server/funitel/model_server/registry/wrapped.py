@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from funitel.model_server.registry.rules.row import Config
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.rules.experts import experts
+from funitel.model_server.registry.rules.row import ArchitectureRow, Config
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow
 
@@ -21,10 +23,24 @@ WRAPPED: Mapping[str, Mapping[str, str]] = {
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": "Qwen3VLMoeTextModel"},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
 }
 """Architecture -> the row of its text, by the `model_type` of that."""
 
-_OTHERS = r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+_QWEN3_MOE = FAMILIES["Qwen3MoeForCausalLM"]
+TEXTS: Mapping[str, ArchitectureRow] = {
+    "Qwen3VLMoeTextModel": replace(
+        _QWEN3_MOE,
+        fields={**_QWEN3_MOE.fields, "experts": experts(is_normalized=True), "sliding_windows": ()},
+        names={"is_stack_transposed": True},
+    ),
+}
+"""Rows of texts that there are in models for images only."""
+
+_OTHERS = r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|(embed|vision)_[a-z]+)\."
 
 
 def text_of(architecture: str, config: Config) -> Config:

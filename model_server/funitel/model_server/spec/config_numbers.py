@@ -43,22 +43,22 @@ def _fields(names: str, kind: _Numbers) -> dict[str, _Numbers]:
 
 
 _CONFIG: Mapping[str, _Numbers] = {
-    **_fields("vocab_size padded_vocab_size", _Numbers(1, MOST["vocab_size"])),
+    **_fields("vocab_size padded_vocab_size vocab_size_per_layer_input", _Numbers(1, MOST["vocab_size"])),
     **_fields("hidden_size n_embd n_embed d_model dim word_embed_proj_dim", _Numbers(1, MOST["hidden_size"])),
     **_fields(
         "num_hidden_layers n_layer n_layers num_layers num_decoder_layers num_encoder_layers encoder_layers "
         "decoder_layers",
         _Numbers(1, MOST["num_layers"]),
     ),
-    **_fields("first_k_dense_replace max_window_layers", _Numbers(0, MOST["num_layers"])),
+    **_fields("first_k_dense_replace max_window_layers num_kv_shared_layers", _Numbers(0, MOST["num_layers"])),
     **_fields(
         "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
-        "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num",
+        "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num num_global_key_value_heads index_n_heads",
         _Numbers(1, MOST["num_heads"], by_layer=True),
     ),
-    **_fields("head_dim kv_channels d_kv", _Numbers(1, MOST["head_dim"], by_layer=True)),
+    **_fields("head_dim kv_channels d_kv global_head_dim index_head_dim", _Numbers(1, MOST["head_dim"], by_layer=True)),
     **_fields("qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim", _Numbers(0, MOST["head_dim"])),
-    **_fields("kv_lora_rank q_lora_rank", _Numbers(0, MOST["hidden_size"])),
+    **_fields("kv_lora_rank q_lora_rank hidden_size_per_layer_input laurel_rank", _Numbers(0, MOST["hidden_size"])),
     **_fields(
         "ffn_dim ffn_hidden_size d_ff n_inner hidden_dim encoder_ffn_dim decoder_ffn_dim",
         _Numbers(1, MOST["intermediate_size"]),
@@ -74,11 +74,15 @@ _CONFIG: Mapping[str, _Numbers] = {
         _Numbers(1, _MAX_INT),
     ),
     **_fields("sliding_window window_size", _Numbers(-1, _MAX_INT, by_layer=True)),
-    **_fields("attention_chunk_size floor_scale", _Numbers(1, _MAX_INT)),
+    **_fields("altup_num_inputs", _Numbers(1, 1 << 10)),
+    **_fields("altup_active_idx", _Numbers(0, 1 << 10)),
+    **_fields("activation_sparsity_pattern", _Numbers(0, 1, is_integer=False, by_layer=True)),
+    **_fields("attention_chunk_size floor_scale index_topk", _Numbers(1, _MAX_INT)),
     **_fields("type_vocab_size relative_attention_num_buckets relative_attention_max_distance", _Numbers(0, 1 << 24)),
     **_fields(
         "num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts n_group topk_group "
-        "num_nextn_predict_layers num_shared_experts moe_num_experts moe_k moe_topk moe_num_shared_experts",
+        "num_nextn_predict_layers num_shared_experts moe_num_experts moe_k moe_topk moe_num_shared_experts "
+        "top_k_experts",
         _Numbers(0, 1 << 20, by_layer=True),
     ),
     **_fields(

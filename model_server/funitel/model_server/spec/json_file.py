@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from funitel.model_server.spec.layer_problems import problems_of_layers
 from funitel.model_server.spec.model_spec import (
     ROTARY_KINDS,
     Activation,
@@ -56,7 +57,7 @@ def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
         yield f"latent needs qk_norm none, given {spec.qk_norm}"
     if spec.qkv_clip is not None:
         yield f"latent needs qkv_clip null, given {spec.qkv_clip}"
-    for name in ("has_sinks", "has_output_gate"):
+    for name in ("has_sinks", "has_output_gate", "has_value_norm"):
         if getattr(spec, name):
             yield f"latent needs {name} false"
 
@@ -79,6 +80,8 @@ def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
         yield f"experts.jitter must be >= 0, given {experts.jitter}"
     if experts.score is ExpertScore.SPARSEMIXER and (experts.num_groups > 1 or spec.names.router_correction):
         yield "experts.score sparsemixer needs num_groups 1 and no names.router_correction"
+    if experts.is_beside_mlp and (experts.dense_layers or spec.norm_placement is not NormPlacement.BOTH):
+        yield "experts.is_beside_mlp needs dense_layers empty and norm_placement both"
     outside = next((i for i in experts.dense_layers if not 0 <= i < spec.num_layers), None)
     if outside is not None:
         yield f"experts.dense_layers must be within 0..{spec.num_layers - 1}, given {outside}"
@@ -144,6 +147,7 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
     if spec.norm_eps < 0:
         yield f"norm_eps must be >= 0, given {spec.norm_eps}"
     yield from _layer_problems(spec)
+    yield from problems_of_layers(spec, MOST)
     yield from _norm_problems(spec)
     yield from _position_problems(spec)
     if spec.latent is not None:
@@ -196,19 +200,25 @@ def _position_problems(spec: ModelSpec) -> Iterator[str]:
         return
     for name, rotary in (("rotary", spec.rotary), ("window_rotary", spec.window_rotary)):
         if rotary is not None:
-            yield from (f"{name}.{problem}" for problem in _rotary_problems(rotary, spec.head_dim))
+            least = min((spec.at(i).head_dim for i in range(spec.num_layers) if spec.rotary_of(i) is rotary), default=0)
+            yield from (
+                f"{name}.{problem}" for problem in _rotary_problems(rotary, spec.head_dim, least or spec.head_dim)
+            )
 
 
-def _rotary_problems(rotary: RotarySpec, head_dim: int) -> Iterator[str]:
+def _rotary_problems(rotary: RotarySpec, head_dim: int, least: int) -> Iterator[str]:
+    """What is wrong, where `least` is the smallest head that turns."""
     dims, scaling = rotary.dims if rotary.dims is not None else head_dim, rotary.scaling
-    if not 2 <= dims <= head_dim or dims % 2:
-        yield f"dims must be even and within 2..{head_dim} (head_dim), given {dims}"
+    if not 2 <= dims <= least or dims % 2:
+        yield f"dims must be even and within 2..{least} (head_dim), given {dims}"
     if rotary.base <= 1:
         yield f"base must be > 1, given {rotary.base}"
     if scaling.kind not in ROTARY_KINDS:
         yield f"scaling.kind must be one of {', '.join(ROTARY_KINDS)}, given {scaling.kind}"
     if scaling.kind == "dynamic" and dims < 4:
         yield f"dims must be at least 4 for dynamic scaling, given {dims}"
+    if not 0 < scaling.share <= 1:
+        yield f"scaling.share must be above 0 and at most 1, given {scaling.share}"
     for name in ("factor", "original_max_position", "beta_fast", "beta_slow", "amplitude"):
         if getattr(scaling, name) <= 0:
             yield f"scaling.{name} must be > 0, given {getattr(scaling, name)}"
@@ -229,13 +239,16 @@ def _attention_names(spec: ModelSpec) -> set[str]:
     if spec.latent is None:
         return set() if spec.names.qkv else {"q", "k", "v"}
     queries = {"q"} if spec.latent.query_rank is None else {"q_down", "q_latent_norm", "q_up"}
-    return queries | {"kv_down", "kv_latent_norm", "kv_up"}
+    indexer = {"index_q", "index_k", "index_k_norm", "index_shares"} if spec.indexer else set()
+    return queries | {"kv_down", "kv_latent_norm", "kv_up"} | indexer
 
 
 def _mlp_names(spec: ModelSpec) -> set[str]:
     """Names that MLPs need: of the plain one, of experts one by one unless they are stacked, and of the shared one."""
     names, experts, needed = spec.names, spec.experts, set[str]()
     inputs = {"gate", "up"} if spec.is_gated else {"up"}
+    if experts is not None and experts.is_beside_mlp:
+        needed |= {"down", *inputs, "dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"}
     if any(spec.experts_of(i) is None for i in range(spec.num_layers)):
         needed |= {"down"} | (set() if spec.is_gated and names.gate_up else inputs)
     if experts is not None:
@@ -259,7 +272,8 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
     if names.is_gate_in_q and not spec.has_output_gate:
         yield "names.is_gate_in_q needs has_output_gate true"
     if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
-        needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})
+        is_beside = spec.experts is not None and spec.experts.is_beside_mlp
+        needed |= {"attention_norm"} | (set() if spec.is_parallel or is_beside else {"mlp_norm"})
     if spec.norm is not Norm.NONE and placement is not NormPlacement.PRE:
         needed |= {"attention_post_norm", "mlp_post_norm"}
     if spec.table_size != spec.hidden_size:
@@ -295,7 +309,7 @@ def _plain(value: Any, is_whole: bool) -> Any:
         given = {each.name: getattr(value, each.name) for each in fields(value)}
         defaults = {each.name: _default(each) for each in fields(value)}
         return {n: _plain(v, is_whole) for n, v in given.items() if is_whole or v != defaults[n]}
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(each, is_whole) for each in value] if isinstance(value, tuple) else value
 
 
 def _default(each: Any) -> Any:

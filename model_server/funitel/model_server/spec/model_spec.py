@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+from funitel.model_server.spec.layer_spec import AltUpSpec, LayerEmbeddingSpec, LayerSpec
 from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from funitel.model_server.spec.tensor_names import TensorNames
 
@@ -88,13 +89,14 @@ class RotaryScaling:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     is_truncated: bool = True  # yarn: whole dimensions as bounds
+    share: float = 1.0  # proportional: of the frequencies, the fastest, that turn; the others are 0
     amplitude: float = 1.0  # multiplies cosines and sines
     long_amplitude: float | None = None  # longrope: in place of it beyond the trained context; None: the same
     short_factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency, within the trained context
     long_factors: tuple[float, ...] = ()  # longrope: beyond it
 
 
-ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,11 @@ class RotarySpec:
     dims: int | None = None  # leading elements of a head that turn; None: all of them
     is_interleaved: bool = False  # pairs are neighbours, instead of element i with element i + dims / 2
     scaling: RotaryScaling = field(default_factory=RotaryScaling)
+
+    def stretched(self, factor: float) -> "RotarySpec":
+        """With all positions divided by `factor`, in place of another scaling."""
+        kind = "proportional" if self.scaling.kind == "proportional" else "linear"
+        return replace(self, scaling=RotaryScaling(kind=kind, factor=factor, share=self.scaling.share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +139,21 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """Sparse attention: a token attends to those that an indexer with small heads of its own scores highest.
+
+    It has one key for all its heads; the leading elements turn as the layer's do. Source: DeepSeek-V3.2-Exp.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int  # tokens that a token attends to
+    is_interleaved: bool = False  # pairs that turn together are neighbours
+    sharing_layers: tuple[int, ...] = ()  # layers that attend to the tokens which the layer before chose
+    norm_eps: float = 1e-6  # of the norm of its keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """A mixture of experts: a token passes the few of many MLPs that a router scores highest, and adds them up.
 
@@ -150,10 +172,14 @@ class ExpertsSpec:
     group_depth: int = 1  # best experts of a group that rank it, by the sum of their scores
     shared_size: int = 0  # hidden units of an MLP that all tokens pass besides; 0: none
     shared_scale: float = 1.0  # multiplies what that MLP gives
+    is_beside_mlp: bool = False  # layers have the plain MLP as well, and add both up, each with norms of its own
     is_input_scaled: bool = False  # an expert reads its token times the share, instead of giving its result times it
     has_bias: bool = False  # of experts
     has_router_bias: bool = False
     jitter: float = 0.0  # sparsemixer: scores count that are off the largest by twice as much, relative to their size
+
+
+_AS_THE_MODEL = LayerSpec()
 
 
 class ModelFacts(Protocol):
@@ -196,6 +222,7 @@ class ModelSpec:
     qk_norm: QkNorm = QkNorm.NONE
     has_qk_norm_bias: bool = False
     is_qk_norm_last: bool = False  # heads are normalised once they are rotated, in layers where they are
+    has_value_norm: bool = False  # value heads are normalised too, each by itself and without weights
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
@@ -222,6 +249,7 @@ class ModelSpec:
     qkv_layout: QkvLayout = QkvLayout.STACKED
     qkv_clip: float | None = None  # queries, keys and values are kept within +- this
     latent: LatentSpec | None = None  # where keys and values come from; None: from hidden states
+    indexer: IndexerSpec | None = None  # chooses what tokens attend to, with `latent`; None: to all before
 
     delta_net: DeltaNetSpec | None = None
     mamba2: Mamba2Spec | None = None
@@ -234,6 +262,12 @@ class ModelSpec:
     has_out_bias: bool = False
     has_mlp_bias: bool = False  # of all MLPs but a mixture's experts
     has_head_bias: bool = False
+
+    layers: tuple[LayerSpec, ...] = ()  # what layers have of their own; empty: all are alike
+    layer_embeddings: LayerEmbeddingSpec | None = None
+    has_layer_scale: bool = False  # hidden states behind a layer are multiplied by a number of the checkpoint
+    laurel_rank: int | None = None  # of a learnt residual beside attention (LAuReL, arXiv 2411.07501)
+    altup: AltUpSpec | None = None
 
     embedding_size: int | None = None  # of the embedding table; None: the hidden size
     embedding_scale: float = 1.0
@@ -273,17 +307,32 @@ class ModelSpec:
         """Where the blocks of a layer are normalised."""
         return self.state_norm_placement or self.norm_placement if layer in self.state_layers else self.norm_placement
 
+    def layer(self, index: int) -> LayerSpec:
+        """What a layer has in place of the model's."""
+        return self.layers[index] if self.layers else _AS_THE_MODEL
+
+    def choice_source(self, layer: int) -> int:
+        """The layer with the indexer that chooses for a layer."""
+        sharing = self.indexer.sharing_layers if self.indexer else ()
+        return next(i for i in range(layer, -1, -1) if i not in sharing)
+
+    def at(self, index: int) -> "ModelSpec":
+        """The spec with the sizes of one layer as the model's."""
+        own = self.layer(index)
+        sizes = {name: getattr(own, name) for name in ("head_dim", "num_kv_heads", "intermediate_size")}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, **given) if given else self
+
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has one plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def stretched(self, factor: float) -> "ModelSpec":
         """The spec with all rotary positions divided by `factor`, and a context that many times as long."""
-        scaling = RotaryScaling(kind="linear", factor=factor)
         return replace(
             self,
-            rotary=replace(self.rotary, scaling=scaling),
-            window_rotary=self.window_rotary and replace(self.window_rotary, scaling=scaling),
+            rotary=self.rotary.stretched(factor),
+            window_rotary=self.window_rotary and self.window_rotary.stretched(factor),
             max_position_embeddings=int(self.max_position_embeddings * factor),
         )
 

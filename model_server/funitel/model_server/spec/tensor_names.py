@@ -53,6 +53,11 @@ class TensorNames:
     kv_down: str = "layers.{i}.self_attn.kv_a_proj_with_mqa"
     kv_latent_norm: str = "layers.{i}.self_attn.kv_a_layernorm"
     kv_up: str = "layers.{i}.self_attn.kv_b_proj"
+    # The indexer of sparse attention: queries from their latents, keys and the shares of heads from hidden states.
+    index_q: str = "layers.{i}.self_attn.indexer.wq_b"
+    index_k: str = "layers.{i}.self_attn.indexer.wk"
+    index_k_norm: str = "layers.{i}.self_attn.indexer.k_norm"
+    index_shares: str = "layers.{i}.self_attn.indexer.weights_proj"
 
     # Experts: one by one, or stacked; where a checkpoint has `expert_gate_up`, it has no `expert_gate`.
     router: str = "layers.{i}.mlp.gate"
@@ -66,6 +71,28 @@ class TensorNames:
     shared_down: str = "layers.{i}.mlp.shared_experts.down_proj"
     shared_gate_up: str = ""
     shared_share: str = ""  # linear layer of one output: its sigmoid is how much of the shared MLP a token takes
+    router_scale: str = ""  # of hidden states that are normalised before the router reads them; the whole name
+    expert_scale: str = ""  # multiplies the share of each expert; the whole name
+    # Norms of the plain MLP and of the experts where a layer has both; these have no `mlp_norm`.
+    dense_norm: str = ""
+    dense_post_norm: str = ""
+    experts_norm: str = ""
+    experts_post_norm: str = ""
+
+    # What is in every layer besides, see `layer_spec`.
+    layer_embedding: str = "embed_tokens_per_layer"
+    layer_projection: str = "per_layer_model_projection"
+    layer_projection_norm: str = "per_layer_projection_norm"
+    layer_embedding_gate: str = "layers.{i}.per_layer_input_gate"
+    layer_embedding_out: str = "layers.{i}.per_layer_projection"
+    layer_embedding_norm: str = "layers.{i}.post_per_layer_input_norm"
+    layer_scale: str = "layers.{i}.layer_scalar"  # the whole name
+    laurel_left: str = "layers.{i}.laurel.linear_left"
+    laurel_right: str = "layers.{i}.laurel.linear_right"
+    laurel_norm: str = "layers.{i}.laurel.post_laurel_norm"
+    altup: str = "layers.{i}.altup"  # of its tensors, called as in transformers
+    altup_in: str = "altup_projections.{j}"
+    altup_out: str = "altup_unembed_projections.{j}"
 
     # Layers with a state. `state_in` has the rows of what is convolved, and of Mamba 2 and short convolutions more.
     # Of a delta net: `state_in`, or `state_q`, `state_k` and `state_v`, or `state_qkvz` with the rows of each key head

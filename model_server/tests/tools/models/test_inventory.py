@@ -25,6 +25,7 @@ from funitel_testing.fallback import UNLISTED, split_form
 from funitel_testing.tiny import byte_tokenizer, save_tiny
 from funitel_testing.tiny_seq2seq import FAMILIES as TINY_SEQ2SEQ
 from funitel_testing.tiny_seq2seq import save_tiny_seq2seq
+from funitel_testing.zoo import ZOO
 
 FREE = 10**9
 
@@ -72,6 +73,20 @@ def test_a_model_takes_what_was_told(
     assert found["precision"] == info.dtype.removeprefix("torch.")
     monkeypatch.setattr(pool_sizing, "available_memory", lambda: AvailableMemory(FREE - info.weight_bytes, "a test"))
     assert found["pool"] == executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64)).pool_tokens
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4_shared", "gemma4_moe", "glm_moe_dsa"])
+def test_a_model_with_layers_that_differ_takes_what_was_told(name: str, tmp_path: Path) -> None:
+    ZOO[name].save(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    found = told(tmp_path)
+    settings = ModelServerSettings(model_id=str(tmp_path), device="cpu", num_threads=1, block_size=4)
+    executor, info = load(settings, tmp_path)
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.runner.pools.bytes_per_block])
+    assert executor.runner.pools.make(3).num_bytes == 3 * found["blocks"][0]
+    assert found["served_by"] == "torch"
+    halves = told(tmp_path, num_shard=2)
+    assert len(halves["weights"]) == len(halves["blocks"]) == 2
 
 
 def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:
@@ -133,6 +148,9 @@ def test_a_path_that_is_none_is_one_line() -> None:
 # Mixtures that the fused step leaves to torch, and what of them.
 LEFT_TO_TORCH = {
     "AfmoeForCausalLM": "no: has_output_gate True",
+    "DeepseekV32ForCausalLM": "no: indexer",
+    "Gemma4ForCausalLM": "no: has_value_norm True",
+    "GlmMoeDsaForCausalLM": "no: indexer",
     "GptOssForCausalLM": "no: gate_limit 7.0",
     "GraniteMoeSWAForCausalLM": "no: has_sinks True",
     "HunYuanMoEV1ForCausalLM": "no: is_qk_norm_last True",

@@ -1,8 +1,16 @@
 """Rows of DeepSeek and the families with its latent attention or its experts."""
 
+from typing import Any
+
 from funitel.model_server.registry.rules.asked_windows import LATER_WINDOWS
 from funitel.model_server.registry.rules.common import ATTENTION_BIASES, TIED
-from funitel.model_server.registry.rules.experts import CORRECTED, CORRECTED_NAMES, OTHER_CORRECTION, experts
+from funitel.model_server.registry.rules.experts import (
+    CORRECTED,
+    CORRECTED_NAMES,
+    OTHER_CORRECTION,
+    dense_by_kind,
+    experts,
+)
 from funitel.model_server.registry.rules.latent import DEEPSEEK, latent, latent_rotary
 from funitel.model_server.registry.rules.row import (
     HIDDEN_SIZE,
@@ -10,11 +18,12 @@ from funitel.model_server.registry.rules.row import (
     NUM_LAYERS,
     ArchitectureRow,
     Config,
+    Rule,
     first,
     row,
 )
 from funitel.model_server.registry.rules.scaling import growing_queries
-from funitel.model_server.spec.model_spec import QkNorm
+from funitel.model_server.spec.model_spec import IndexerSpec, QkNorm
 
 
 def _of_later_layers(config: Config) -> tuple[int | None, ...]:
@@ -22,6 +31,31 @@ def _of_later_layers(config: Config) -> tuple[int | None, ...]:
     found: tuple[int | None, ...] = LATER_WINDOWS({**config, "use_sliding_window": True})
     return found
 
+
+def _indexer(*, num_heads: int, is_interleaved: bool, sharing: Rule) -> Rule:
+    return lambda config: IndexerSpec(
+        num_heads=config.get("index_n_heads", num_heads),
+        head_dim=config.get("index_head_dim", 128),
+        num_chosen=config.get("index_topk", 2048),
+        is_interleaved=is_interleaved,
+        sharing_layers=sharing(config),
+    )
+
+
+def _sharing_layers(config: Config) -> tuple[int, ...]:
+    """Of GLM-5: layers that are listed as sharing, or in a pattern, or all but each so-many-th from an offset on."""
+    count = NUM_LAYERS(config)
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds is None:
+        step, offset = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+        kinds = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(count)]
+    return tuple(i for i, kind in enumerate(kinds[:count]) if kind in ("shared", "S"))
+
+
+_SPARSE: dict[str, Any] = DEEPSEEK | {
+    "has_mlp_bias": False,
+    "experts": experts(**CORRECTED | {"dense_layers": dense_by_kind(3)}),
+}
 
 ROWS: dict[str, ArchitectureRow] = {
     "Dots1ForCausalLM": row(
@@ -67,5 +101,15 @@ ROWS: dict[str, ArchitectureRow] = {
         experts=experts(**CORRECTED),
         names=CORRECTED_NAMES,
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    ),
+    "DeepseekV32ForCausalLM": row(
+        **_SPARSE,
+        indexer=_indexer(num_heads=64, is_interleaved=False, sharing=lambda config: ()),
+        names=CORRECTED_NAMES,
+    ),
+    "GlmMoeDsaForCausalLM": row(
+        **_SPARSE,
+        indexer=_indexer(num_heads=32, is_interleaved=True, sharing=_sharing_layers),
+        names=CORRECTED_NAMES,
     ),
 }

@@ -6,7 +6,7 @@ Knows what families call the same thing, and no family.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funitel.model_server.spec.model_spec import ROTARY_KINDS, Activation, ModelSpec, RotaryScaling, RotarySpec
@@ -108,12 +108,14 @@ def rotary(
         given = first(*scaling_keys, default={})(config)
         given = given.get(layers, given)
         share = first("partial_rotary_factor", "rotary_pct", default=part)({**config, **given})
-        dims = int(head_dim(config) * share)
+        is_spread = (given.get("rope_type") or given.get("type")) == "proportional"  # over all elements
+        dims = head_dim(config) if is_spread else int(head_dim(config) * share)
+        scaling = _scaling(config, given)
         return RotarySpec(
             base=float(given.get("rope_theta") or first(*base_keys, default=base)(config)),
             dims=dims if dims != head_dim(config) else None,
             is_interleaved=is_interleaved,
-            scaling=_scaling(config, given),
+            scaling=replace(scaling, share=share) if is_spread else scaling,
         )
 
     return read

@@ -112,5 +112,5 @@ def measure_step(
     if not spec.is_tied:  # of the embedding a single row is read
         kind = next(iter(decoder.program.kinds.values()))
         weight_bytes -= matrix_bytes(kind, spec.vocab_size, spec.hidden_size)
-    token_bytes = KVCache.bytes_per_block(spec, spec.num_kv_heads, 1, decoder.kv_dtype)
+    token_bytes = KVCache.bytes_per_block(spec, heads, 1, decoder.kv_dtype)
     return StepCost(min(times), median(times), weight_bytes, STEP_CONTEXT * token_bytes)

@@ -51,6 +51,10 @@ def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
     what = next((kind for kind, found in kinds.items() if found is not None), None)
     if what is not None:
         raise UnsupportedModel(f"{spec.architecture} has {what}: it cannot be quantised")
+    if spec.layers or spec.layer_embeddings is not None or spec.altup is not None:
+        raise UnsupportedModel(
+            f"{spec.architecture} has layers that differ or embeddings of them: it cannot be quantised"
+        )
     if spec.names.qkv and spec.qkv_layout is QkvLayout.GROUPED:
         raise UnsupportedModel(f"{spec.architecture} packs queries, keys and values by head: it cannot be quantised")
 
