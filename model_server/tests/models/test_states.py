@@ -14,6 +14,8 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import choose_spec
+from funitel.model_server.tools.quantize.layer_walk import inputs_of
+from funitel.proto.errors import UnsupportedModel
 from funitel.proto.step import StateSave
 from funitel_testing.forward_worker import BLOCK_SIZE, CPU
 from funitel_testing.zoo import VOCAB_SIZE, ZOO
@@ -106,6 +108,13 @@ def test_rows_in_one_step_do_not_touch_each_other(served: Served) -> None:
     served.run(span(0, 49, 2, table=other))
     both = served.run(span(49, 50, 1), span(49, 50, 2, table=other))
     assert near(both, alone[49:].expand(2, -1))
+
+
+def test_what_cannot_be_quantised_is_one_line(served: Served) -> None:
+    with pytest.raises(
+        UnsupportedModel, match="has (layers with a state|a mixture of experts): it cannot be quantised"
+    ):
+        inputs_of(served.decoder.spec, "model.", 0)
 
 
 def test_slot_0_and_the_slots_of_others_stay(served: Served) -> None:

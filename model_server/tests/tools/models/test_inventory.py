@@ -99,6 +99,24 @@ def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:
         told(folder, num_shard=7)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2"])
+def test_states_are_counted_as_they_are_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ZOO[name].save(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    found = told(tmp_path, dtype="float32")
+    settings = ModelServerSettings(model_id=str(tmp_path), device="cpu", num_threads=1, block_size=4, dtype="float32")
+    executor, info = load(settings, tmp_path)
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.runner.pools.bytes_per_block])
+    assert found["served_by"] == "torch"
+    monkeypatch.setattr(pool_sizing, "available_memory", lambda: AvailableMemory(FREE - info.weight_bytes, "a test"))
+    result = executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64))
+    states = executor.runner.pool.state_pool
+    assert states is not None
+    assert states.num_bytes == found["states"][0] * states.num_slots
+    assert (found["state_slots"], found["pool"]) == (result.state_slots, result.pool_tokens)
+    assert sum(told(tmp_path, num_shard=2)["states"]) >= found["states"][0]
+
+
 @pytest.mark.parametrize("name", ["arcee", "mamba", "falcon-h1"])
 def test_a_model_through_transformers_takes_what_was_told(name: str, tmp_path: Path) -> None:
     UNLISTED[name].save(tmp_path)
