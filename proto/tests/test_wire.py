@@ -35,6 +35,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.strategy import DecodingStrategy
 
 T = TypeVar("T")
 
@@ -53,6 +54,21 @@ def some(values: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, ...]]:
     return st.lists(values, max_size=2).map(tuple)
 
 
+STRATEGIES = st.builds(
+    DecodingStrategy,
+    top_n_sigma=FLOAT,
+    max_k=U32,
+    tfs_z=FLOAT,
+    xtc_probability=FLOAT,
+    mirostat=U32,
+    mirostat_tau=FLOAT,
+    dry_multiplier=FLOAT,
+    dry_penalty_last_n=st.integers(-1, 2**31 - 1),
+    dry_sequence_breakers=some(TEXT),
+    fsd_alpha=FLOAT,
+    fsd_random_tokens=U32,
+    no_repeat_ngram_size=U32,
+)
 SAMPLING = st.builds(
     SamplingParams,
     temperature=FLOAT,
@@ -72,6 +88,7 @@ SAMPLING = st.builds(
     logit_bias=some(st.tuples(U32, FLOAT)),
     raw_logprobs=st.booleans(),
     first_token=st.none() | U32,
+    strategy=st.none() | STRATEGIES,
 )
 STOPPING = st.builds(StoppingParams, max_new_tokens=U32, stop_sequences=some(TEXT), ignore_eos=st.booleans())
 STARTS = st.builds(
@@ -93,6 +110,7 @@ STARTS = st.builds(
     add_special_tokens=st.booleans(),
     adapter_id=st.none() | TEXT,
     name=TEXT,
+    mirostat_mu=st.none() | FLOAT,
 )
 ROWS = some(st.builds(RowUpdate, request_id=U64, blocks=some(U32), chunk_len=st.none() | U32))
 CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)
@@ -126,6 +144,7 @@ RESULTS = st.builds(
     num_forwards=U32,
     num_forward_rows=U32,
     num_forward_tokens=U32,
+    memories=some(st.tuples(U64, FLOAT)),
 )
 FACTS = st.builds(
     EncoderFacts,
@@ -391,6 +410,44 @@ def test_what_makes_a_request_sampled(change: dict[str, Any]) -> None:
 def test_what_makes_a_request_penalised(name: str) -> None:
     change: dict[str, Any] = {name: 1.5}
     assert SamplingParams(**change).has_penalties
+
+
+def test_strategies_travel_in_double_precision() -> None:
+    """Mirostat's state is exact on another shard, and a strategy is the one that the client named."""
+    strategy = DecodingStrategy(mirostat=2, mirostat_tau=0.1, dry_base=1.1)
+    start = SequenceStart(
+        request_id=0,
+        sampling=SamplingParams(strategy=strategy),
+        stopping=StoppingParams(max_new_tokens=1),
+        mirostat_mu=0.3,
+    )
+    found = wire.decode_sequence(over_the_wire(wire.encode_sequence(start)))
+    assert (found.sampling.strategy, found.mirostat_mu) == (strategy, 0.3)
+    message = pb.DecodeResponse()
+    wire.encode_result(StepResult((), None, memories=((7, 0.1),)), message)
+    assert wire.decode_result(over_the_wire(message)).memories == ((7, 0.1),)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_sampled"),
+    [
+        ({"tfs_z": 0.9}, True),
+        ({"xtc_probability": 0.5}, True),
+        ({"top_n_sigma": 1.0}, True),
+        ({"max_k": 3}, True),
+        ({"mirostat": 1}, True),
+        ({"dry_multiplier": 1.0}, False),
+        ({"no_repeat_ngram_size": 3}, False),
+        ({"fsd_alpha": 0.5}, False),
+        ({"fsd_alpha": 0.5, "fsd_random_tokens": 3}, True),
+    ],
+)
+def test_which_strategies_sample(strategy: dict[str, Any], is_sampled: bool) -> None:
+    given = DecodingStrategy(**strategy)
+    assert SamplingParams(strategy=given).is_sampled is is_sampled
+    assert SamplingParams(do_sample=True, strategy=given).is_sampled is not given.is_deterministic
+    assert not SamplingParams(strategy=given.greedy).is_sampled
+    assert next(iter(strategy)) in given.used
 
 
 # Plain TGI peers

@@ -27,6 +27,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.strategy import DecodingStrategy
 
 StepResponse = pb.PrefillResponse | pb.DecodeResponse
 
@@ -48,6 +49,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
             grammar_type=f"GRAMMAR_TYPE_{sampling.grammar_type.name}",
             logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
             banned_tokens=[pb.TokenSequence(ids=ids) for ids in sampling.banned_tokens],
+            strategy=None if sampling.strategy is None else to_message(pb.DecodingStrategy, sampling.strategy),
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=stopping.max_new_tokens,
@@ -75,6 +77,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
             grammar_type=decode_grammar_type(sampling.grammar_type),
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
             banned_tokens=tuple(tuple(entry.ids) for entry in sampling.banned_tokens),
+            strategy=from_message(DecodingStrategy, sampling.strategy) if sampling.HasField("strategy") else None,
         ),
         stopping=StoppingParams(
             max_new_tokens=stopping.max_new_tokens,
@@ -193,6 +196,8 @@ def encode_result(result: StepResult, response: StepResponse, *, in_columns: boo
     response.num_forwards = result.num_forwards
     response.num_forward_rows = result.num_forward_rows
     response.num_forward_tokens = result.num_forward_tokens
+    if result.memories:
+        response.memories.extend(pb.StrategyMemory(request_id=i, mirostat_mu=mu) for i, mu in result.memories)
 
 
 def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
@@ -213,6 +218,7 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
         num_forwards=response.num_forwards,
         num_forward_rows=response.num_forward_rows,
         num_forward_tokens=response.num_forward_tokens,
+        memories=tuple((memory.request_id, memory.mirostat_mu) for memory in response.memories),
     )
 
 
