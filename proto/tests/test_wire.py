@@ -54,18 +54,19 @@ def some(values: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, ...]]:
     return st.lists(values, max_size=2).map(tuple)
 
 
+SHORT = st.floats(width=32, allow_nan=False, allow_infinity=False)  # of the fields in double precision
 STRATEGIES = st.builds(
     DecodingStrategy,
-    top_n_sigma=FLOAT,
+    top_n_sigma=SHORT,
     max_k=U32,
-    tfs_z=FLOAT,
-    xtc_probability=FLOAT,
+    tfs_z=SHORT,
+    xtc_probability=SHORT,
     mirostat=U32,
-    mirostat_tau=FLOAT,
-    dry_multiplier=FLOAT,
+    mirostat_tau=SHORT,
+    dry_multiplier=SHORT,
     dry_penalty_last_n=st.integers(-1, 2**31 - 1),
     dry_sequence_breakers=some(TEXT),
-    fsd_alpha=FLOAT,
+    fsd_alpha=SHORT,
     fsd_random_tokens=U32,
     no_repeat_ngram_size=U32,
 )
@@ -110,7 +111,7 @@ STARTS = st.builds(
     add_special_tokens=st.booleans(),
     adapter_id=st.none() | TEXT,
     name=TEXT,
-    mirostat_mu=st.none() | FLOAT,
+    mirostat_mu=st.none() | SHORT,
 )
 ROWS = some(st.builds(RowUpdate, request_id=U64, blocks=some(U32), chunk_len=st.none() | U32))
 CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)
@@ -144,7 +145,7 @@ RESULTS = st.builds(
     num_forwards=U32,
     num_forward_rows=U32,
     num_forward_tokens=U32,
-    memories=some(st.tuples(U64, FLOAT)),
+    memories=some(st.tuples(U64, SHORT)),
 )
 FACTS = st.builds(
     EncoderFacts,
