@@ -1,0 +1,1 @@
+"""Decoding strategies of single rows; see docs/decoding.md."""
