@@ -5,7 +5,7 @@ any other, then `narrow`. All that a strategy remembers is a function of the seq
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -38,22 +38,19 @@ class StrategyState:
         strategy: DecodingStrategy,
         token_ids: Iterable[int],
         num_produced: int,
-        *,
-        mirostat_mu: float | None = None,
-        is_breaker: Callable[[str, int], bool],
+        mirostat_mu: float | None,
+        has_text: Callable[[int, str], bool],
     ) -> None:
-        """`token_ids` are prompt and completion, the last `num_produced` of them the completion.
-
-        `mirostat_mu` is of a sequence that is resumed; `is_breaker` says whether a text is within that of a token.
-        """
+        """`token_ids` are prompt and completion, the last `num_produced` of them the completion."""
         self._params = params
         self._strategy = strategy
-        self._history = TokenHistory(token_ids if strategy.follows_tokens else ())
+        is_looked_at = bool(strategy.dry_multiplier or strategy.fsd_alpha)
+        self._history = TokenHistory(token_ids if is_looked_at else ())
         self._num_produced = num_produced
-        self._is_breaker = _remembered(strategy.dry_sequence_breakers, is_breaker)
+        self._is_breaker = _breakers(strategy.dry_sequence_breakers, has_text)
         self.follows_tokens = strategy.follows_tokens
         self.mu = (2 * strategy.mirostat_tau if mirostat_mu is None else mirostat_mu) if strategy.mirostat else None
-        self._surprise = 0.0
+        self.surprise = 0.0  # of the token that will be pushed next, in bits, for mirostat
 
     def push(self, token_id: int) -> None:
         """Take a new completion token into account. One that was forced has no surprise."""
@@ -61,21 +58,12 @@ class StrategyState:
         self._num_produced += 1
         if self.mu is not None:
             strategy = self._strategy
-            self.mu -= strategy.mirostat_eta * (self._surprise - strategy.mirostat_tau)
-            self._surprise = 0.0
+            self.mu -= strategy.mirostat_eta * (self.surprise - strategy.mirostat_tau)
+            self.surprise = 0.0
 
     def observe(self, nats: float) -> None:
         """Note the surprise of the token that will be pushed next, under the distribution that it was drawn from."""
-        self._surprise = nats / math.log(2.0)
-
-    @property
-    def surprise(self) -> float:
-        """Of the token that will be pushed next, in bits."""
-        return self._surprise
-
-    @surprise.setter
-    def surprise(self, bits: float) -> None:
-        self._surprise = bits
+        self.surprise = nats / math.log(2.0)
 
     def begin(self, scores: torch.Tensor, position: int) -> int | None:
         """Apply DRY and top-n-sigma to one row of scores [vocab_size], in place; a token, if FSD chooses it now."""
@@ -115,7 +103,7 @@ class StrategyState:
     def _most_fitting(self, scores: torch.Tensor) -> int:
         """FSD's choice: of the k likeliest, the one with the best of probability less penalty."""
         strategy = self._strategy
-        probs = probabilities(scores / self._params.temperature)
+        probs = probabilities((scores.double() - scores.max()) / self._params.temperature)
         order = probs.argsort(descending=True, stable=True)[: strategy.fsd_k]
         candidates: list[int] = order.tolist()
         likelihoods: list[float] = probs[order].tolist()
@@ -128,18 +116,35 @@ class StrategyState:
         return candidates[max(range(len(fits)), key=fits.__getitem__)]
 
 
+def begin_all(
+    strategies: Mapping[int, StrategyState], scores: torch.Tensor, positions: Sequence[int]
+) -> dict[int, int]:
+    """`begin` for some rows of scores [rows, vocab_size]; the tokens that are chosen by that, by row."""
+    begun = {row: state.begin(scores[row], positions[row]) for row, state in strategies.items()}
+    return {row: token_id for row, token_id in begun.items() if token_id is not None}
+
+
+def narrow_all(
+    strategies: Mapping[int, StrategyState], without: Container[int], scores: torch.Tensor, positions: Sequence[int]
+) -> None:
+    """`narrow` for some rows of scores [rows, vocab_size]."""
+    for row, state in strategies.items():
+        if row not in without:
+            state.narrow(scores[row], positions[row])
+
+
 def _apply(scores: torch.Tensor, is_kept: torch.Tensor) -> None:
     scores.masked_fill_(~is_kept, -torch.inf)
 
 
-def _remembered(breakers: tuple[str, ...], is_in: Callable[[str, int], bool]) -> IsBreaker:
-    """Whether one of the texts is within that of a token."""
+def _breakers(texts: tuple[str, ...], has_text: Callable[[int, str], bool]) -> IsBreaker:
+    """Whether one of the texts is within that of a token, looked up once for each token."""
     known: dict[int, bool] = {}
 
     def is_breaker(token_id: int) -> bool:
         found = known.get(token_id)
         if found is None:
-            found = known[token_id] = any(is_in(text, token_id) for text in breakers)
+            found = known[token_id] = any(has_text(token_id, text) for text in texts)
         return found
 
     return is_breaker
