@@ -143,6 +143,24 @@ def test_company_does_not_change_the_tokens(executor: Executor, sampled: bool) -
     assert {i: ids_of(generations) for i, generations in found.items()} == expected
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_b6_strategies_go_on_exactly_where_they_stopped(executor: Executor, name: str) -> None:
+    """With what the router was told of mirostat, after any token."""
+    how = {"seed": 3, "temperature": 2.0, "strategy": DecodingStrategy(**STRATEGIES[name])}
+    ids, mus = list[int](), list[float | None]()
+    result = prefill(executor, 1, [start(1, PROMPT, 10, **how)])
+    while True:
+        ids += ids_of(list(result.generations))
+        mus.append(dict(result.memories).get(1))
+        if result.batch is None:
+            break
+        result = decode(executor, [result.batch])
+    assert (None in mus) is not name.startswith("mirostat")
+    for cut in (1, 4, 7):
+        resumed = start(2, PROMPT, 10, output_ids=tuple(ids[:cut]), mirostat_mu=mus[cut - 1], **how)
+        assert ids_of(run_alone(executor, resumed)) == ids[cut:]
+
+
 @pytest.mark.parametrize("cut", [1, 4, 7])
 def test_resuming_goes_on_exactly_where_it_stopped(executor: Executor, cut: int) -> None:
     how = {"do_sample": True, "seed": 11, "repetition_penalty": 1.3, "presence_penalty": 0.5, "count_penalty": 0.2}

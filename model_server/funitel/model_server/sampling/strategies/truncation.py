@@ -64,10 +64,11 @@ def keep_below_top_choices(scores: torch.Tensor, threshold: float) -> torch.Tens
     Source: p-e-w, text-generation-webui pull request 6335.
     """
     probs = probabilities(scores)
-    is_top = probs >= threshold
-    order = torch.where(is_top, probs, torch.inf).argsort(stable=True)
-    least = torch.zeros_like(is_top).index_fill_(0, order[:1], True)
-    return (scores > -torch.inf) & (~is_top | least)
+    num_top = int((probs >= threshold).sum())
+    is_kept = scores > -torch.inf
+    if num_top > 1:
+        is_kept[probs.argsort(descending=True, stable=True)[: num_top - 1]] = False
+    return is_kept
 
 
 def keep_by_surprise(scores: torch.Tensor, mu: float) -> torch.Tensor:
