@@ -26,6 +26,7 @@ from funitel.proto.step import (
     StoppingParams,
     WarmupLimits,
 )
+from funitel.proto.strategy import DecodingStrategy
 from funitel_testing.executors import (
     BLOCKS_EACH,
     chunk,
@@ -40,6 +41,7 @@ from funitel_testing.executors import (
     run_out,
     start,
 )
+from funitel_testing.sampled_rows import STRATEGIES
 from funitel_testing.tiny import EOS, save_tiny
 
 PROMPT = list(range(40, 60))

@@ -189,7 +189,7 @@ def test_b6_dry_follows_its_definition() -> None:
 def test_b6_fsd_follows_its_definition() -> None:
     rng = np.random.default_rng(0)
     num_others = 0
-    for row in range(NUM_ROWS):
+    for _ in range(NUM_ROWS):
         strategy = {
             "fsd_alpha": spread(rng, 0.05, 1),
             "fsd_k": int(rng.integers(1, 12)),

@@ -56,9 +56,7 @@ class DecodingStrategy:
     @property
     def greedy(self) -> "DecodingStrategy":
         """The same without what has no meaning where nothing is drawn."""
-        return replace(
-            self, top_n_sigma=0.0, max_k=0, tfs_z=1.0, xtc_probability=0.0, mirostat=0, fsd_random_tokens=0
-        )
+        return replace(self, top_n_sigma=0.0, max_k=0, tfs_z=1.0, xtc_probability=0.0, mirostat=0, fsd_random_tokens=0)
 
     @property
     def used(self) -> tuple[str, ...]:

@@ -76,7 +76,9 @@ class DeviceSampler:
             return SampledBatch(plan, tokens, logprobs, nats)
         tops = plan.tops.of_matrix(logits).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         best = tops.topk(plan.num_tops, dim=-1)
-        return SampledBatch(plan, tokens, logprobs, nats, plan.tops.of_matrix(normalisers), best.indices, best.values, tops)
+        return SampledBatch(
+            plan, tokens, logprobs, nats, plan.tops.of_matrix(normalisers), best.indices, best.values, tops
+        )
 
     def _edit(
         self, scores: torch.Tensor, plan: SamplingPlan, positions: np.ndarray, marks: TokenMasks | None, delta: float

@@ -1,4 +1,4 @@
-"""Decoding strategies of rows on a device: each row passes its own, and a token that one chooses replaces the sampled."""
+"""Decoding strategies of rows on a device: each row passes its own; a token that one chooses replaces the sampled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -171,6 +171,7 @@ class PrefillPlanner:
             truncate=len(request.input_ids) if is_plain else 0,
             add_special_tokens=request.add_special_tokens,
             name="" if is_plain else request.request_id,
+            mirostat_mu=sequence.mirostat_mu,
         )
 
     # Spending -------------------------------------------------------------------------------------------------------
