@@ -3,6 +3,7 @@
 Standard library only, as `step`, of which it is a part. docs/decoding.md defines each.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -58,6 +59,18 @@ class DecodingStrategy:
         """The same without what has no meaning where nothing is drawn."""
         return replace(self, top_n_sigma=0.0, max_k=0, tfs_z=1.0, xtc_probability=0.0, mirostat=0, fsd_random_tokens=0)
 
+    def contradiction(self, filters: Mapping[str, object]) -> tuple[str, str, object, object] | None:
+        """Two parameters that exclude each other, and their values: one leaves the other nothing to choose.
+
+        `filters` are those of top_k, top_p, min_p and typical_p that are on.
+        """
+        if not (self.mirostat or self.is_deterministic):
+            return None
+        first = "mirostat" if self.mirostat else "fsd_alpha"
+        others = [name for name in self.used if name in _NARROWING or name == "fsd_alpha" != first]
+        given = dict(filters) | {name: getattr(self, name) for name in others}
+        return next(((first, name, getattr(self, first), value) for name, value in given.items()), None)
+
     @property
     def used(self) -> tuple[str, ...]:
         """The fields that turn a strategy on, of those that are on."""
@@ -75,3 +88,28 @@ OFF: dict[str, float] = {
     "no_repeat_ngram_size": 0,
 }
 """The fields that turn strategies on, with the value that turns each off."""
+
+_NARROWING = ("top_n_sigma", "max_k", "tfs_z", "xtc_probability")
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "top_n_sigma": (-1, 1000),  # up to 0 is off
+    "max_k": (0, 2**31 - 1),
+    "tfs_z": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "mirostat": (0, 2),
+    "mirostat_tau": (0, 100),
+    "mirostat_eta": (0, 1),
+    "dry_multiplier": (0, 100),
+    "dry_base": (1, 100),
+    "dry_allowed_length": (1, 1024),
+    "dry_penalty_last_n": (-1, 2**31 - 1),
+    "fsd_alpha": (0, 1),
+    "fsd_k": (1, 1024),
+    "fsd_n": (1, 8),
+    "fsd_beta": (0, 1),
+    "fsd_random_tokens": (0, 2**31 - 1),
+    "no_repeat_ngram_size": (0, 1024),
+}
+"""The least and the largest value of each number."""
+MAX_BREAKERS, MAX_BREAKER = 64, 40  # texts across which DRY looks for nothing, and characters of one

@@ -42,18 +42,11 @@ def with_algorithm(sampling: SamplingRequest, name: str | None) -> SamplingReque
 
 
 def check_strategy(sampling: SamplingRequest) -> None:
-    """Raise BrokenRule for two strategies that exclude each other: one leaves the other nothing to choose."""
+    """Raise BrokenRule for two strategies that exclude each other."""
     strategy = sampling.strategy
     if strategy is None:
         return
-    if strategy.mirostat:
-        first, others = "mirostat", ("top_n_sigma", "max_k", "tfs_z", "xtc_probability", "fsd_alpha")
-    elif strategy.is_deterministic:
-        first, others = "fsd_alpha", ("top_n_sigma", "max_k", "tfs_z", "xtc_probability")
-    else:
-        return
-    given = {name: getattr(sampling, name) for name in _FILTERS if getattr(sampling, name)}
-    given |= {name: getattr(strategy, name) for name in others if getattr(strategy, name) != OFF[name]}
-    for name, value in given.items():
-        how = f"{getattr(strategy, first)} and {value}"
-        raise BrokenRule(name, f"`${first}` and `${name}` exclude each other", how)
+    found = strategy.contradiction({name: value for name in _FILTERS if (value := getattr(sampling, name))})
+    if found is not None:
+        first, second, one, other = found
+        raise BrokenRule(second, f"`${first}` and `${second}` exclude each other", f"{one} and {other}")
