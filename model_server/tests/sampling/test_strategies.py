@@ -12,7 +12,7 @@ import torch
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import uniform
 from funitel.model_server.sampling.sampler import SampledToken, SamplingState, sample
-from funitel.model_server.sampling.strategies.state import FSD_STREAM, XTC_STREAM
+from funitel.model_server.sampling.strategy import FSD_STREAM, XTC_STREAM
 from funitel.model_server.sampling.token_rules import TokenRules
 from funitel.proto.step import SamplingParams
 from funitel.proto.strategy import DecodingStrategy

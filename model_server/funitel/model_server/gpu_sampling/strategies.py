@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.gpu_sampling.ops import Chosen, RowSubset
-from funitel.model_server.sampling.strategies.state import StrategyState, begin_all, narrow_all
+from funitel.model_server.sampling.strategy import StrategyState, begin_all, narrow_all
 from funitel.model_server.sequence.table import SequenceState
 
 

@@ -20,7 +20,7 @@ from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
-from funitel.model_server.sampling.strategies.state import StrategyState, begin_all, narrow_all
+from funitel.model_server.sampling.strategy import StrategyState, begin_all, narrow_all
 from funitel.proto.step import SamplingParams
 
 HASH_KEY = 15485863

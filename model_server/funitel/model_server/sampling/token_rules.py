@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from funitel.model_server.sampling.grammar import GrammarState, TokenMasks
-from funitel.model_server.sampling.strategies.history import TokenHistory
+from funitel.model_server.sampling.token_history import TokenHistory
 from funitel.proto.step import SamplingParams
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from funitel.model_server.sampling.strategies.history import TokenHistory
+from funitel.model_server.sampling.token_history import TokenHistory
 from funitel.proto.strategy import DecodingStrategy
 
 MAX_MATCH = 50
@@ -68,9 +68,15 @@ def fsd_penalties(strategy: DecodingStrategy, history: TokenHistory, candidates:
     penalties, rest = np.zeros(len(ids)), np.ones(len(ids))
     for length in range(strategy.fsd_n - 1, 0, -1):
         followers = history.followers(length)
-        counts = (followers[:, None] == ids).sum(axis=0)
+        counts = _counts(followers, ids)
         penalties += rest * strategy.fsd_beta * counts / (len(followers) + 1)
         rest = np.where(counts > 0, rest * (1 - strategy.fsd_beta), rest)
-    penalties += rest * (history.ids[:, None] == ids).sum(axis=0) / len(history)
+    penalties += rest * _counts(history.ids, ids) / len(history)
     found: list[float] = penalties.tolist()
     return found
+
+
+def _counts(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """How often each id is among some tokens: [len(ids)] int64."""
+    counts: np.ndarray = np.bincount(tokens, minlength=int(ids.max()) + 1)[ids]
+    return counts

@@ -10,9 +10,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 import torch
 
 from funitel.model_server.sampling.gumbel_noise import uniform
-from funitel.model_server.sampling.strategies.history import TokenHistory
-from funitel.model_server.sampling.strategies.penalties import IsBreaker, dry_penalties, fsd_penalties
-from funitel.model_server.sampling.strategies.truncation import (
+from funitel.model_server.sampling.strategy_penalties import IsBreaker, dry_penalties, fsd_penalties
+from funitel.model_server.sampling.strategy_truncation import (
+    best_ids,
     keep_below_top_choices,
     keep_best,
     keep_by_surprise,
@@ -21,6 +21,7 @@ from funitel.model_server.sampling.strategies.truncation import (
     keep_top_n_sigma,
     probabilities,
 )
+from funitel.model_server.sampling.token_history import TokenHistory
 from funitel.proto.step import SamplingParams
 from funitel.proto.strategy import DecodingStrategy
 
@@ -104,7 +105,7 @@ class StrategyState:
         """FSD's choice: of the k likeliest, the one with the best of probability less penalty."""
         strategy = self._strategy
         probs = probabilities((scores.double() - scores.max()) / self._params.temperature)
-        order = probs.argsort(descending=True, stable=True)[: strategy.fsd_k]
+        order = best_ids(probs, strategy.fsd_k)
         candidates: list[int] = order.tolist()
         likelihoods: list[float] = probs[order].tolist()
         penalties = fsd_penalties(strategy, self._history, candidates)

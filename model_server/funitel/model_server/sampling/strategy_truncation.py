@@ -18,6 +18,13 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
     return scores.double().softmax(dim=0)
 
 
+def best_ids(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the largest of some values [n], in descending order: [min(count, n)] int64."""
+    last = values.topk(min(count, len(values))).values[-1]
+    ids = (values >= last).nonzero()[:, 0]
+    return ids[values[ids].argsort(descending=True, stable=True)][:count]
+
+
 def keep_top_n_sigma(scores: torch.Tensor, num_sigma: float) -> torch.Tensor:
     """Keep scores within so many standard deviations, of those not out, of the best. Source: arXiv 2411.07641."""
     is_in = scores > -torch.inf
@@ -33,8 +40,7 @@ def keep_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     is_in = scores > -torch.inf
     if count >= len(scores):
         return is_in
-    order = scores.argsort(descending=True, stable=True)
-    return is_in & torch.zeros_like(is_in).index_fill_(0, order[:count], True)
+    return is_in & torch.zeros_like(is_in).index_fill_(0, best_ids(scores, count), True)
 
 
 def keep_tail_free(scores: torch.Tensor, z: float) -> torch.Tensor:
@@ -44,18 +50,16 @@ def keep_tail_free(scores: torch.Tensor, z: float) -> torch.Tensor:
     where their sum is next to nothing, all are alike. Of fewer than three tokens all stay. Source: Phoenix and Egan,
     "Tail Free Sampling".
     """
-    order = scores.argsort(descending=True, stable=True)
-    probs = probabilities(scores)[order]
-    num_in = int((scores > -torch.inf).sum())
-    if num_in < 3:
-        return scores > -torch.inf
-    curvature = probs[:num_in].diff().diff().abs()
+    is_in = scores > -torch.inf
+    ids = is_in.nonzero()[:, 0]
+    if len(ids) < 3:
+        return is_in
+    ids = ids[scores[ids].argsort(descending=True, stable=True)]
+    curvature = probabilities(scores)[ids].diff().diff().abs()
     total = curvature.sum()
     shares = torch.where(total > _TINY, curvature / total, torch.full_like(curvature, 1 / len(curvature)))
-    is_kept = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-    is_kept[0] = True
-    is_kept[1 : num_in - 1] = shares.cumsum(dim=0) <= z
-    return torch.zeros_like(is_kept).index_copy_(0, order, is_kept)
+    num_kept = 1 + int((shares.cumsum(dim=0) <= z).sum())
+    return torch.zeros_like(is_in).index_fill_(0, ids[:num_kept], True)
 
 
 def keep_below_top_choices(scores: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -67,7 +71,7 @@ def keep_below_top_choices(scores: torch.Tensor, threshold: float) -> torch.Tens
     num_top = int((probs >= threshold).sum())
     is_kept = scores > -torch.inf
     if num_top > 1:
-        is_kept[probs.argsort(descending=True, stable=True)[: num_top - 1]] = False
+        is_kept[best_ids(probs, num_top)[:-1]] = False
     return is_kept
 
 

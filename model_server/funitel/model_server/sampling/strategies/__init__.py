@@ -1,1 +1,0 @@
-"""Decoding strategies of single rows; see docs/decoding.md."""
