@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ LIMITS = (
     *("--max-input-tokens", "64", "--max-total-tokens", "160"),
     *("--max-batch-total-tokens", "480", "--max-batch-prefill-tokens", "24"),
 )
+VERBS = ("was", "began to", "had never", "would often", "is the reason that")
 WAYS: dict[str, dict[str, Any]] = STRATEGIES | {
     "plain": {"do_sample": True},
     "greedy": {},
@@ -67,3 +69,29 @@ async def test_b6_vllms_and_llama_cpps_extra_fields_with_openais_client(tiny_mod
         with pytest.raises(openai.UnprocessableEntityError, match="`mirostat` and `top_k` exclude each other"):
             await client.completions.create(model="m", prompt="a", extra_body={"mirostat": 2, "top_k": 5})
         await client.close()
+
+
+def _distinct_trigrams(ids: list[int]) -> float:
+    return len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2)
+
+
+async def test_b6_fsd_repeats_less_than_greedy(demo_model: Path, tmp_path: Path, figures: dict[str, object]) -> None:
+    """Twenty continuations by the demo model; FSD is the same twice over, randomized FSD with a seed too."""
+    prompts = [f"{subject} {verb}" for subject in ("The old man", "A river", "Our school", "Snow") for verb in VERBS]
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path, "--model-id", str(demo_model)))
+        client = await stack.enter_async_context(client_of(server.url))
+
+        async def ids_of(**how: Any) -> list[list[int]]:
+            asked = (stream(client, prompt, max_new_tokens=48, ignore_eos=True, **how) for prompt in prompts)
+            return [answer.ids for answer in await asyncio.gather(*asked)]
+
+        greedy, fsd, again = [await ids_of(**how) for how in ({}, {"decoding_alg": "fsd"}, {"decoding_alg": "fsd"})]
+        assert fsd == again
+        seeded = {"decoding_alg": "random_fsd", "seed": 5}
+        random = await ids_of(**seeded)
+        assert random == await ids_of(**seeded)
+        assert random != fsd
+    ratios = {name: sum(map(_distinct_trigrams, ids)) / len(ids) for name, ids in (("greedy", greedy), ("fsd", fsd))}
+    figures["distinct 3-grams of 20 continuations, as a share"] = ratios
+    assert ratios["fsd"] > ratios["greedy"]
