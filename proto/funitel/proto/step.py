@@ -286,7 +286,8 @@ class StepResult:
     num_forwards: int = 0
     num_forward_rows: int = 0
     num_forward_tokens: int = 0
-    memories: tuple[tuple[int, float], ...] = ()  # request id and `mirostat_mu` behind the tokens of this step
+    # Request id and `mirostat_mu` behind the tokens of this step; lost on the wire where it brings no tokens.
+    memories: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

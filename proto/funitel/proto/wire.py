@@ -180,9 +180,12 @@ def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
 
 
 def encode_result(result: StepResult, response: StepResponse, *, in_columns: bool = False) -> None:
-    """Fill a Prefill or Decode response; `in_columns` where the call takes generations of one token as columns."""
+    """Fill a Prefill or Decode response; `in_columns` where the call takes generations of one token as columns.
+
+    A step with memories has none, so that whoever reads columns alone need not look for memories.
+    """
     generations = result.generations
-    if in_columns:
+    if in_columns and not result.memories:
         _encode_columns([generation for generation in generations if generation.is_plain], response.columns)
         generations = tuple(generation for generation in generations if not generation.is_plain)
     response.generations.extend(map(_encode_generation, generations))
@@ -208,8 +211,9 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
             than they are.
     """
     plain = tuple(_decode_columns(response.columns, vocab_size))
+    others = response.generations
     return StepResult(
-        generations=(*(_decode_generation(message, vocab_size) for message in response.generations), *plain),
+        generations=(*(_decode_generation(message, vocab_size) for message in others), *plain),
         batch=decode_cached(response.batch) if response.HasField("batch") else None,
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
@@ -218,8 +222,12 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
         num_forwards=response.num_forwards,
         num_forward_rows=response.num_forward_rows,
         num_forward_tokens=response.num_forward_tokens,
-        memories=tuple((memory.request_id, memory.mirostat_mu) for memory in response.memories),
+        memories=_decode_memories(response) if others else (),
     )
+
+
+def _decode_memories(response: StepResponse) -> tuple[tuple[int, float], ...]:
+    return tuple((memory.request_id, memory.mirostat_mu) for memory in response.memories)
 
 
 def decode_results(parse: Callable[[bytes], StepResponse], vocab_size: int, payload: bytes) -> tuple[StepResult, ...]:

@@ -223,31 +223,32 @@ def sample(
     """
     is_broken = _are_broken(logits)
     raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if state.wants_raw}
-    strategies: dict[int, StrategyState] = {}
+    strategies: dict[int, StrategyState] | None = None
     for row, state in enumerate(states):
         if state.edits_scores:
             state.process(logits[row])
             if state.strategy is not None:
+                strategies = strategies or {}
                 strategies[row] = state.strategy
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     maths.allow(logits, masks)
     sampled = [row for row, state in enumerate(states) if state.is_sampled]
-    chosen_first: dict[int, int] = {}
-    if strategies:
+    if strategies is not None:
         chosen_first = begin_all(strategies, logits, positions)
         sampled = [row for row in sampled if row not in chosen_first]
     if sampled:
         maths.warp(logits, sampled, [states[row].params for row in sampled])
-    if strategies:
+    if strategies is not None:
         narrow_all(strategies, chosen_first, logits, positions)
     chosen, normaliser = maths.best(logits)
     if sampled:
         keys = [noise_key(states[row].params.seed, positions[row]) for row in sampled]
         chosen[sampled] = maths.draw(logits, sampled, keys)
-    for row, token_id in chosen_first.items():
-        chosen[row] = token_id
-    for row, strategy in strategies.items():
-        strategy.observe(float(normaliser[row] - logits[row, chosen[row]]))
+    if strategies is not None:
+        for row, token_id in chosen_first.items():
+            chosen[row] = token_id
+        for row, strategy in strategies.items():
+            strategy.observe(float(normaliser[row] - logits[row, chosen[row]]))
     for row, scores in raw.items():
         maths.allow(scores, None)
         logits[row] = scores[0]

@@ -25,10 +25,8 @@ _OF_REQUEST = frozenset(field.name for field in fields(SamplingRequest)) - _OF_S
 _FILTERS = ("top_k", "top_p", "min_p", "typical_p")
 
 
-def with_algorithm(sampling: SamplingRequest, name: str | None) -> SamplingRequest:
+def with_algorithm(sampling: SamplingRequest, name: str) -> SamplingRequest:
     """The same with the parameters of a strategy by its name."""
-    if name is None:
-        return sampling
     if name == "greedy":
         strategy = None if sampling.strategy is None else sampling.strategy.greedy
         return replace(sampling, do_sample=False, strategy=strategy, **GREEDY)
@@ -41,11 +39,8 @@ def with_algorithm(sampling: SamplingRequest, name: str | None) -> SamplingReque
     return replace(sampling, strategy=replace(strategy, **own), **shared)
 
 
-def check_strategy(sampling: SamplingRequest) -> None:
+def check_strategy(sampling: SamplingRequest, strategy: DecodingStrategy) -> None:
     """Raise BrokenRule for two strategies that exclude each other."""
-    strategy = sampling.strategy
-    if strategy is None:
-        return
     found = strategy.contradiction({name: value for name in _FILTERS if (value := getattr(sampling, name))})
     if found is not None:
         first, second, one, other = found

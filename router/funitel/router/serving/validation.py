@@ -62,7 +62,8 @@ def check_parameters(
         truncate,
     )
     _check_supported(sampling)
-    check_strategy(sampling)
+    if sampling.strategy is not None:
+        check_strategy(sampling, sampling.strategy)
 
 
 def _check_supported(sampling: SamplingRequest) -> None:

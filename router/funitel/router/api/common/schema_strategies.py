@@ -77,6 +77,8 @@ class StrategyFields(Body):
     def strategy(self) -> DecodingStrategy | None:
         """The strategies that are not neutral; None where there are none."""
         given = self.model_fields_set & _OF_STRATEGY
+        if not given:
+            return None
         values = {name: value for name in given if (value := getattr(self, name)) is not None}
         if not values:
             return None

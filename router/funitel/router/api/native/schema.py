@@ -123,7 +123,7 @@ class GenerateParameters(StrategyFields):
             cache_salt=self.cache_salt or "",
             priority=self.priority,
         )
-        return with_algorithm(sampling, self.decoding_alg)
+        return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
 
     @property
     def wants_details(self) -> bool:

@@ -218,4 +218,4 @@ class SamplingFields(StrategyFields):
             raw_logprobs=top_logprobs is not None,
             strategy=self.strategy,
         )
-        return with_algorithm(sampling, self.decoding_alg)
+        return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
