@@ -182,7 +182,7 @@ def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
 def encode_result(result: StepResult, response: StepResponse, *, in_columns: bool = False) -> None:
     """Fill a Prefill or Decode response; `in_columns` where the call takes generations of one token as columns.
 
-    A step with memories has none, so that whoever reads columns alone need not look for memories.
+    A step with memories has no columns, so that memories are looked for only beside other generations.
     """
     generations = result.generations
     if in_columns and not result.memories:
