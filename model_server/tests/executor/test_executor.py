@@ -540,10 +540,10 @@ def test_steps_may_be_put_into_words_after_the_next_is_computed(executor: Execut
 def test_a_prefill_that_fails_leaves_no_rows(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     over, calls = SamplingState.over, iter(range(2))
 
-    def fail_second(*arguments: Any) -> SamplingState:
+    def fail_second(*arguments: Any, **named: Any) -> SamplingState:
         if next(calls) == 1:
             raise RuntimeError("a bug")
-        return over(*arguments)
+        return over(*arguments, **named)
 
     monkeypatch.setattr(SamplingState, "over", fail_second)
     with pytest.raises(RuntimeError, match="a bug"):
