@@ -19,6 +19,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"seed": 2, "n": 3, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
     {"temperature": 0, "stop": ["a", "e", "i"], "ignore_eos": True},
     {"seed": 3, "top_p": 0.9, "logprobs": 2},
+    {"seed": 4, "mirostat": 2, "mirostat_tau": 3.0},
+    {"seed": 5, "fsd_alpha": 0.5, "fsd_random_tokens": 6, "dry_multiplier": 1.0, "no_repeat_ngram_size": 3},
     {"temperature": 0, "grammar": Grammar.regex("(yes|no), (certainly|never) [0-9]{3}")},
 )
 

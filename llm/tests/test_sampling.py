@@ -7,6 +7,7 @@ import pytest
 
 from funitel.llm import InvalidRequest, SamplingParams
 from funitel.llm.sampling import params_for
+from funitel.proto.strategy import DecodingStrategy
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,15 @@ from funitel.llm.sampling import params_for
         ({"grammar": "[a-z]+"}, "grammar must be a Grammar, given '[a-z]+'"),
         ({"logit_bias": [1]}, "logit_bias must be a mapping from token ids to numbers, given [1]"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias: a token id must be an integer >= 0, given 'a'"),
+        ({"tfs_z": 1.5}, "tfs_z must be a number >= 0 and <= 1, given 1.5"),
+        ({"max_k": 1.5}, "max_k must be an integer within 0..2147483647, given 1.5"),
+        ({"mirostat": 3}, "mirostat must be an integer within 0..2, given 3"),
+        ({"mirostat": 2, "top_k": 9}, "mirostat and top_k exclude each other, given 2 and 9"),
+        ({"fsd_alpha": 0.5, "tfs_z": 0.5}, "fsd_alpha and tfs_z exclude each other, given 0.5 and 0.5"),
+        (
+            {"dry_sequence_breakers": [""]},
+            "dry_sequence_breakers must be at most 64 texts of 1 to 40 characters, given ['']",
+        ),
         ({"logit_bias": {7: 101}}, "logit_bias[7] must be a number >= -100 and <= 100, given 101"),
     ],
 )
@@ -52,6 +62,18 @@ def test_greedy_says_nothing_about_drawing() -> None:
     (params,) = SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1, typical_p=0.2, seed=5).for_engine()
     assert not params.is_sampled
     assert params.seed == 5
+
+
+def test_strategies_have_the_names_and_values_of_the_server() -> None:
+    neutral = DecodingStrategy()
+    assert all(getattr(SamplingParams(), name) == getattr(neutral, name) for name in DecodingStrategy.__slots__)
+    assert SamplingParams(top_n_sigma=-1).for_engine()[0].strategy is None
+    given = {"mirostat": 2, "mirostat_tau": 4.0, "dry_multiplier": 0.5, "dry_sequence_breakers": ["."]}
+    (params,) = SamplingParams(**given).for_engine()
+    assert params.strategy == DecodingStrategy(**given | {"dry_sequence_breakers": (".",)})
+    (greedy,) = SamplingParams(**given, temperature=0).for_engine()
+    assert greedy.strategy is not None
+    assert (greedy.is_sampled, greedy.strategy.used) == (False, ("dry_multiplier",))
 
 
 def test_a_temperature_of_one_is_sampled() -> None:

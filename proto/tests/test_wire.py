@@ -36,6 +36,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.strategy import DecodingStrategy
 
 T = TypeVar("T")
 
@@ -54,6 +55,22 @@ def some(values: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, ...]]:
     return st.lists(values, max_size=2).map(tuple)
 
 
+SHORT = st.floats(width=32, allow_nan=False, allow_infinity=False)  # of the fields in double precision
+STRATEGIES = st.builds(
+    DecodingStrategy,
+    top_n_sigma=SHORT,
+    max_k=U32,
+    tfs_z=SHORT,
+    xtc_probability=SHORT,
+    mirostat=U32,
+    mirostat_tau=SHORT,
+    dry_multiplier=SHORT,
+    dry_penalty_last_n=st.integers(-1, 2**31 - 1),
+    dry_sequence_breakers=some(TEXT),
+    fsd_alpha=SHORT,
+    fsd_random_tokens=U32,
+    no_repeat_ngram_size=U32,
+)
 SAMPLING = st.builds(
     SamplingParams,
     temperature=FLOAT,
@@ -73,6 +90,7 @@ SAMPLING = st.builds(
     logit_bias=some(st.tuples(U32, FLOAT)),
     raw_logprobs=st.booleans(),
     first_token=st.none() | U32,
+    strategy=st.none() | STRATEGIES,
 )
 STOPPING = st.builds(StoppingParams, max_new_tokens=U32, stop_sequences=some(TEXT), ignore_eos=st.booleans())
 STARTS = st.builds(
@@ -97,6 +115,7 @@ STARTS = st.builds(
     state_slot=U32,
     state_from=U32,
     state_saves=some(st.builds(StateSave, U32, U32)),
+    mirostat_mu=st.none() | SHORT,
 )
 ROWS = some(
     st.builds(
@@ -138,7 +157,8 @@ RESULTS = st.builds(
     num_forwards=U32,
     num_forward_rows=U32,
     num_forward_tokens=U32,
-)
+    memories=some(st.tuples(U64, SHORT)),
+).map(lambda result: result if result.generations else dataclasses.replace(result, memories=()))
 FACTS = st.builds(
     EncoderFacts,
     tasks=st.frozensets(st.sampled_from(EncoderTask)),
@@ -202,6 +222,8 @@ WARMUPS = st.builds(
 
 def as_float32(value: Any) -> Any:
     """The same noun with every float as the wire can carry it."""
+    if isinstance(value, DecodingStrategy):  # in double precision
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {field.name: as_float32(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **changes)
@@ -288,9 +310,12 @@ def test_step_result(response: type[wire.StepResponse], result: StepResult) -> N
 @quickly
 @given(result=RESULTS)
 def test_step_result_in_columns(response: type[wire.StepResponse], result: StepResult) -> None:
-    """Generations of one token come last."""
+    """Generations of one token come last, unless there are memories."""
     message = response()
     wire.encode_result(result, message, in_columns=True)
+    if result.memories:
+        assert wire.decode_result(over_the_wire(message)) == as_float32(result)
+        return
     ordered = tuple(sorted(result.generations, key=lambda generation: generation.is_plain))
     assert wire.decode_result(over_the_wire(message)) == as_float32(dataclasses.replace(result, generations=ordered))
     assert len(message.columns.ids) == sum(generation.is_plain for generation in result.generations)
@@ -404,6 +429,45 @@ def test_what_makes_a_request_sampled(change: dict[str, Any]) -> None:
 def test_what_makes_a_request_penalised(name: str) -> None:
     change: dict[str, Any] = {name: 1.5}
     assert SamplingParams(**change).has_penalties
+
+
+def test_strategies_travel_in_double_precision() -> None:
+    """Mirostat's state is exact on another shard, and a strategy is the one that the client named."""
+    strategy = DecodingStrategy(mirostat=2, mirostat_tau=0.1, dry_base=1.1)
+    start = SequenceStart(
+        request_id=0,
+        sampling=SamplingParams(strategy=strategy),
+        stopping=StoppingParams(max_new_tokens=1),
+        mirostat_mu=0.3,
+    )
+    found = wire.decode_sequence(over_the_wire(wire.encode_sequence(start)))
+    assert (found.sampling.strategy, found.mirostat_mu) == (strategy, 0.3)
+    message = pb.DecodeResponse()
+    plain = Generation(7, Tokens((5,), (-1.0,), ("a",), (False,)))
+    wire.encode_result(StepResult((plain,), None, memories=((7, 0.1),)), message, in_columns=True)
+    assert wire.decode_result(over_the_wire(message)).memories == ((7, 0.1),)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_sampled"),
+    [
+        ({"tfs_z": 0.9}, True),
+        ({"xtc_probability": 0.5}, True),
+        ({"top_n_sigma": 1.0}, True),
+        ({"max_k": 3}, True),
+        ({"mirostat": 1}, True),
+        ({"dry_multiplier": 1.0}, False),
+        ({"no_repeat_ngram_size": 3}, False),
+        ({"fsd_alpha": 0.5}, False),
+        ({"fsd_alpha": 0.5, "fsd_random_tokens": 3}, True),
+    ],
+)
+def test_which_strategies_sample(strategy: dict[str, Any], is_sampled: bool) -> None:
+    given = DecodingStrategy(**strategy)
+    assert SamplingParams(strategy=given).is_sampled is is_sampled
+    assert SamplingParams(do_sample=True, strategy=given).is_sampled is not given.is_deterministic
+    assert not SamplingParams(strategy=given.greedy).is_sampled
+    assert next(iter(strategy)) in given.used
 
 
 # Plain TGI peers

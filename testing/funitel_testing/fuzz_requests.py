@@ -39,7 +39,14 @@ FLAGS = (
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
-SAMPLING = {"temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 1, "logit_bias": {"5": 1.0}, "priority": 1}
+STRATEGIES = {
+    **{"tfs_z": 0.9, "top_n_sigma": 2.0, "max_k": 9, "xtc_probability": 0.5, "dry_multiplier": 1.0, "fsd_alpha": 0.5},
+    **{"fsd_random_tokens": 2, "no_repeat_ngram_size": 2, "dry_sequence_breakers": ["."], "dry_penalty_last_n": 9},
+}
+SAMPLING = {
+    **{"temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 1, "logit_bias": {"5": 1.0}, "priority": 1},
+    **STRATEGIES,
+}
 PARAMETERS = {
     **{"max_new_tokens": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "typical_p": 0.9, "do_sample": True},
     **{"repetition_penalty": 1.1, "frequency_penalty": 0.1, "stop": ["x"], "truncate": 5, "watermark": False},
@@ -52,8 +59,11 @@ CHAT = {
     **SAMPLING,
 }
 GENERATE = {"inputs": "Hello", "parameters": PARAMETERS}
+MIROSTAT = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.1, "max_new_tokens": 3, "decoding_alg": "mirostat"}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/generate", GENERATE),
+    ("/generate", {"inputs": "Hello", "parameters": STRATEGIES | {"max_new_tokens": 3}}),
+    ("/generate", {"inputs": "Hello", "parameters": MIROSTAT}),
     ("/generate", {"inputs": "Hi", "parameters": {"max_new_tokens": 3, "grammar": {"type": "json", "value": SCHEMA}}}),
     (
         "/generate",

@@ -9,6 +9,21 @@ from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import GrammarType, SamplingParams, SequenceStart, StoppingParams
+from funitel.proto.strategy import DecodingStrategy
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "top-n-sigma": {"top_n_sigma": 1.0},
+    "max-k": {"max_k": 3},
+    "tail-free": {"tfs_z": 0.9},
+    "xtc": {"xtc_probability": 0.7, "xtc_threshold": 0.05},
+    "mirostat 1": {"mirostat": 1, "mirostat_tau": 3.0},
+    "mirostat 2": {"mirostat": 2, "mirostat_tau": 2.0},
+    "dry": {"dry_multiplier": 3.0, "dry_allowed_length": 1},
+    "fsd": {"fsd_alpha": 0.5},
+    "randomized fsd": {"fsd_alpha": 0.5, "fsd_random_tokens": 10},
+    "several": {"top_n_sigma": 2.0, "max_k": 20, "tfs_z": 0.95, "xtc_probability": 0.5, "dry_multiplier": 1.0},
+}
+"""Decoding strategies of a row, each once."""
 
 _CHOICES: tuple[dict[str, tuple[Any, ...]], ...] = (
     {},
@@ -24,6 +39,7 @@ _CHOICES: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"logit_bias": (((4, -100.0), (9, 5.0)), ((0, 1.5),))},
     {"raw_logprobs": (True,)},
     {"grammar": ("a regex",)},
+    {"strategy": tuple(DecodingStrategy(**each) for each in STRATEGIES.values())},
 )
 
 

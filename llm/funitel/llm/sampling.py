@@ -8,11 +8,13 @@ from typing import Any
 
 from funitel.proto import step
 from funitel.proto.errors import InvalidRequest
+from funitel.proto.strategy import BOUNDS, DRY_BREAKERS, MAX_BREAKER, MAX_BREAKERS, DecodingStrategy
 from funitel.router.core.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256  # length of a completion that does not stop by itself
 MIN_TEMPERATURE = 1e-5  # lower ones differ from greedy in rounding only
 NUM_SEEDS = 2**64
+_NEUTRAL = DecodingStrategy()
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 
@@ -38,6 +40,9 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         bad_words: words that a completion never has.
         allowed_token_ids: the only tokens of a completion; empty: all.
+        top_n_sigma, max_k, tfs_z, xtc_probability, xtc_threshold, mirostat, mirostat_tau, mirostat_eta, dry_multiplier,
+            dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers, fsd_alpha, fsd_k, fsd_n, fsd_beta,
+            fsd_random_tokens, no_repeat_ngram_size: decoding strategies, as docs/decoding.md defines them.
         logit_bias: added to the logits of tokens, by id.
         grammar: constraint of the completion: `Grammar.json(schema)`, `.regex(pattern)` or `.choice(texts)`.
     """
@@ -62,6 +67,25 @@ class SamplingParams:
     skip_special_tokens: bool = True
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] = ()
+    top_n_sigma: float = 0.0
+    max_k: int = 0
+    tfs_z: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = DRY_BREAKERS
+    fsd_alpha: float = 0.0
+    fsd_k: int = 6
+    fsd_n: int = 3
+    fsd_beta: float = 0.9
+    fsd_random_tokens: int = 0
+    no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] | None = None
     grammar: Grammar | None = None
 
@@ -88,6 +112,7 @@ class SamplingParams:
         self._check_stop()
         self._check_token_rules()
         self._check_logit_bias()
+        self._check_strategy()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise _wrong("grammar", "a Grammar", self.grammar)
 
@@ -116,6 +141,33 @@ class SamplingParams:
             _check_int("logit_bias: a token id", token_id, 0)
             _check_number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
 
+    def _check_strategy(self) -> None:
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
+            if isinstance(getattr(_NEUTRAL, name), int):
+                _check_int(name, value, int(least), most)
+            else:
+                _check_number(name, value, least, most)
+        texts = self.dry_sequence_breakers
+        is_right = isinstance(texts, list | tuple) and len(texts) <= MAX_BREAKERS
+        if not is_right or not all(isinstance(text, str) and 0 < len(text) <= MAX_BREAKER for text in texts):
+            allowed = f"at most {MAX_BREAKERS} texts of 1 to {MAX_BREAKER} characters"
+            raise _wrong("dry_sequence_breakers", allowed, texts)
+        filters = {"top_k": max(self.top_k, 0), "top_p": self.top_p, "min_p": self.min_p, "typical_p": self.typical_p}
+        given = {name: value for name, value in filters.items() if value != getattr(step.SamplingParams(), name)}
+        found = self._strategy.contradiction(given)
+        if found is not None and self.temperature >= MIN_TEMPERATURE:
+            first, second, one, other = found
+            raise InvalidRequest(f"{first} and {second} exclude each other, given {one} and {other}", second)
+
+    @property
+    def _strategy(self) -> DecodingStrategy:
+        values = {name: getattr(self, name) for name in DecodingStrategy.__slots__}
+        values["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
+        values["top_n_sigma"] = max(0.0, self.top_n_sigma)
+        strategy = DecodingStrategy(**values)
+        return strategy if self.temperature >= MIN_TEMPERATURE else strategy.greedy
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop texts as a tuple."""
@@ -133,6 +185,7 @@ class SamplingParams:
 
     def for_engine(self, banned_tokens: tuple[tuple[int, ...], ...] = ()) -> list[step.SamplingParams]:
         """The engine's parameters for each of the `n` completions; `banned_tokens` are those of `bad_words`."""
+        strategy = self._strategy
         first = step.SamplingParams(
             **self._sampling_fields(),
             seed=random.randrange(NUM_SEEDS) if self.seed is None else self.seed,
@@ -147,6 +200,7 @@ class SamplingParams:
             stop_token_ids=tuple(self.stop_token_ids),
             allowed_token_ids=tuple(self.allowed_token_ids),
             banned_tokens=banned_tokens,
+            strategy=strategy if strategy.used else None,
         )
         return [replace(first, seed=(first.seed + index) % NUM_SEEDS) for index in range(self.n)]
 

@@ -31,7 +31,9 @@ from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import ResourceExhausted, UnknownBatch
 from funitel.proto.step import CachedBatch, GrammarType, RowUpdate, SequenceStart, StepResult, WarmupLimits
+from funitel.proto.strategy import DecodingStrategy
 from funitel_testing.executors import BLOCK_SIZE, chunk, decode, load_executor, num_sequences, prefill, start
+from funitel_testing.sampled_rows import STRATEGIES
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_seq2seq import OTHER_LANGUAGE_ID, save_tiny_seq2seq
 
@@ -58,6 +60,15 @@ FOLLOWED: tuple[dict[str, Any], ...] = (
     {"banned_tokens": tuple((i, i + 1) for i in range(100)), "allowed_token_ids": tuple(range(30, 90))},
     {"grammar": "(yes|no), (certainly|never) [0-9]{2,4}", "grammar_type": GrammarType.REGEX, "ignore_eos": False},
     {"grammar": "[a-z ]{3,20}", "grammar_type": GrammarType.REGEX, "do_sample": True, "ignore_eos": False},
+    *(
+        {"strategy": DecodingStrategy(**STRATEGIES[name]), "temperature": 1.5, "top_n_tokens": 2}
+        for name in ("max-k", "tail-free", "xtc", "top-n-sigma")
+    ),
+    *(
+        {"strategy": DecodingStrategy(**STRATEGIES[name]), "temperature": 1.5, "raw_logprobs": name == "mirostat 1"}
+        for name in ("mirostat 1", "mirostat 2", "dry", "fsd", "randomized fsd", "several")
+    ),
+    {"strategy": DecodingStrategy(no_repeat_ngram_size=2), "ignore_eos": False},
 )
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")

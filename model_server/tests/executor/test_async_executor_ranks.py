@@ -26,7 +26,8 @@ from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.proto.step import CachedBatch, Generation, GrammarType, SequenceStart, WarmupLimits
+from funitel.proto.step import CachedBatch, GrammarType, SequenceStart, StepResult, WarmupLimits
+from funitel.proto.strategy import DecodingStrategy
 from funitel_testing.executors import BLOCK_SIZE, start
 from funitel_testing.tiny import save_tiny
 
@@ -46,6 +47,8 @@ IN_WORDS: tuple[dict[str, Any], ...] = (
     {"top_n_tokens": 2, "prefill_logprobs": True},
     {"prompt_logprobs": 3},
     {"grammar": "(yes|no), (certainly|never)", "grammar_type": GrammarType.REGEX, "ignore_eos": False},
+    {"strategy": DecodingStrategy(mirostat=2, mirostat_tau=3.0)},
+    {"strategy": DecodingStrategy(dry_multiplier=2.0, fsd_alpha=0.5, no_repeat_ngram_size=2)},
 )
 
 
@@ -119,7 +122,7 @@ def parts_of(folder: Path, parallel: ThreadRanks) -> tuple[Any, ...]:
     return spec, decoder, pools, TextCodec(folder), parallel, options
 
 
-def run(executor: Executor, starts: list[SequenceStart], most_unseen: int) -> list[list[Generation]]:
+def run(executor: Executor, starts: list[SequenceStart], most_unseen: int) -> list[StepResult]:
     """What a rank describes, step by step; it asks for an answer when more than `most_unseen` are under way."""
     executor.warmup([start(0, PROMPT)], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
     batch = CachedBatch(1, tuple(each.request_id for each in starts))
@@ -127,9 +130,9 @@ def run(executor: Executor, starts: list[SequenceStart], most_unseen: int) -> li
     steps: deque[PendingStep] = deque([executor.compute_prefill(1, starts, is_ahead=True)])
     for _ in range(NUM_STEPS):
         while len(steps) > most_unseen:
-            answers.append(list(steps.popleft().describe().generations))
+            answers.append(steps.popleft().describe())
         steps.append(executor.compute_decode([batch], is_ahead=True))
-    answers += [list(step.describe().generations) for step in steps]
+    answers += [step.describe() for step in steps]
     return answers
 
 
@@ -137,16 +140,19 @@ def together(make: Make, folder: Path, starts: list[SequenceStart], most_unseen:
     """What both ranks describe, step by step, by request."""
     meeting = Meeting(2)
 
-    def serve(rank: int) -> list[list[Generation]]:
+    def serve(rank: int) -> list[StepResult]:
         return run(make(folder, ThreadRanks(rank, meeting)), starts, most_unseen[rank])
 
     with ThreadPoolExecutor(2) as threads:
         by_rank = list(threads.map(serve, range(2)))
-    by_step = [[*first, *second] for first, second in zip(*by_rank, strict=True)]
-    return [
+    first, second = ([step.memories for step in steps] for steps in by_rank)
+    assert first == second
+    by_step = [[*one.generations, *other.generations] for one, other in zip(*by_rank, strict=True)]
+    described = [
         sorted((g.request_id, g.tokens.ids, g.tokens.texts, g.finished, len(g.top_tokens)) for g in step)
         for step in by_step
     ]
+    return [described, [[(i, round(mu, 3)) for i, mu in memories] for memories in first]]
 
 
 @pytest.mark.parametrize("kinds", [PLAIN, (*PLAIN, *IN_WORDS)], ids=["plain", "in words"])
@@ -156,6 +162,6 @@ def test_ranks_launch_the_same_steps_whenever_they_learn_of_the_last(
     folder = save_tiny("llama", tmp_path)
     starts = [start(i, PROMPT[i:], 5 if i == 3 else 30, seed=i, **kind) for i, kind in enumerate(kinds)]
     expected = together(make_known, folder, starts, (0, 0))
-    assert sum(len(step) for step in expected) < (NUM_STEPS + 1) * len(starts), "no sequence ended"
+    assert sum(len(step) for step in expected[0]) < (NUM_STEPS + 1) * len(starts), "no sequence ended"
     for most_unseen in ((1, 0), (0, 1)):
         assert together(make_ahead, folder, starts, most_unseen) == expected

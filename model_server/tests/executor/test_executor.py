@@ -26,6 +26,7 @@ from funitel.proto.step import (
     StoppingParams,
     WarmupLimits,
 )
+from funitel.proto.strategy import DecodingStrategy
 from funitel_testing.executors import (
     BLOCKS_EACH,
     chunk,
@@ -40,6 +41,7 @@ from funitel_testing.executors import (
     run_out,
     start,
 )
+from funitel_testing.sampled_rows import STRATEGIES
 from funitel_testing.tiny import EOS, save_tiny
 
 PROMPT = list(range(40, 60))
@@ -141,6 +143,24 @@ def test_company_does_not_change_the_tokens(executor: Executor, sampled: bool) -
         result = prefill(executor, i, [start(i, OTHER[i:], 10 + i, seed=i, chunk_len=9, **how)], result.batch)
     run_out(executor, result, found)
     assert {i: ids_of(generations) for i, generations in found.items()} == expected
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_b6_strategies_go_on_exactly_where_they_stopped(executor: Executor, name: str) -> None:
+    """With what the router was told of mirostat, after any token."""
+    how = {"seed": 3, "temperature": 2.0, "strategy": DecodingStrategy(**STRATEGIES[name])}
+    ids, mus = list[int](), list[float | None]()
+    result = prefill(executor, 1, [start(1, PROMPT, 10, **how)])
+    while True:
+        ids += ids_of(list(result.generations))
+        mus.append(dict(result.memories).get(1))
+        if result.batch is None:
+            break
+        result = decode(executor, [result.batch])
+    assert (None in mus) is not name.startswith("mirostat")
+    for cut in (1, 4, 7):
+        resumed = start(2, PROMPT, 10, output_ids=tuple(ids[:cut]), mirostat_mu=mus[cut - 1], **how)
+        assert ids_of(run_alone(executor, resumed)) == ids[cut:]
 
 
 @pytest.mark.parametrize("cut", [1, 4, 7])
@@ -520,10 +540,10 @@ def test_steps_may_be_put_into_words_after_the_next_is_computed(executor: Execut
 def test_a_prefill_that_fails_leaves_no_rows(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     over, calls = SamplingState.over, iter(range(2))
 
-    def fail_second(*arguments: Any) -> SamplingState:
+    def fail_second(*arguments: Any, **named: Any) -> SamplingState:
         if next(calls) == 1:
             raise RuntimeError("a bug")
-        return over(*arguments)
+        return over(*arguments, **named)
 
     monkeypatch.setattr(SamplingState, "over", fail_second)
     with pytest.raises(RuntimeError, match="a bug"):

@@ -224,8 +224,50 @@ class LogitBias(_message.Message):
     bias: float
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
+class DecodingStrategy(_message.Message):
+    __slots__ = ("top_n_sigma", "max_k", "tfs_z", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "fsd_alpha", "fsd_k", "fsd_n", "fsd_beta", "fsd_random_tokens", "no_repeat_ngram_size")
+    TOP_N_SIGMA_FIELD_NUMBER: _ClassVar[int]
+    MAX_K_FIELD_NUMBER: _ClassVar[int]
+    TFS_Z_FIELD_NUMBER: _ClassVar[int]
+    XTC_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    XTC_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_TAU_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_ETA_FIELD_NUMBER: _ClassVar[int]
+    DRY_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
+    DRY_BASE_FIELD_NUMBER: _ClassVar[int]
+    DRY_ALLOWED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRY_PENALTY_LAST_N_FIELD_NUMBER: _ClassVar[int]
+    DRY_SEQUENCE_BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    FSD_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    FSD_K_FIELD_NUMBER: _ClassVar[int]
+    FSD_N_FIELD_NUMBER: _ClassVar[int]
+    FSD_BETA_FIELD_NUMBER: _ClassVar[int]
+    FSD_RANDOM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    top_n_sigma: float
+    max_k: int
+    tfs_z: float
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: _containers.RepeatedScalarFieldContainer[str]
+    fsd_alpha: float
+    fsd_k: int
+    fsd_n: int
+    fsd_beta: float
+    fsd_random_tokens: int
+    no_repeat_ngram_size: int
+    def __init__(self, top_n_sigma: _Optional[float] = ..., max_k: _Optional[int] = ..., tfs_z: _Optional[float] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., mirostat: _Optional[int] = ..., mirostat_tau: _Optional[float] = ..., mirostat_eta: _Optional[float] = ..., dry_multiplier: _Optional[float] = ..., dry_base: _Optional[float] = ..., dry_allowed_length: _Optional[int] = ..., dry_penalty_last_n: _Optional[int] = ..., dry_sequence_breakers: _Optional[_Iterable[str]] = ..., fsd_alpha: _Optional[float] = ..., fsd_k: _Optional[int] = ..., fsd_n: _Optional[int] = ..., fsd_beta: _Optional[float] = ..., fsd_random_tokens: _Optional[int] = ..., no_repeat_ngram_size: _Optional[int] = ...) -> None: ...
+
 class NextTokenChooserParameters(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "presence_penalty", "count_penalty", "min_p", "logit_bias", "raw_logprobs", "min_new_tokens", "stop_token_ids", "allowed_token_ids", "banned_tokens", "first_token")
+    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "presence_penalty", "count_penalty", "min_p", "logit_bias", "raw_logprobs", "min_new_tokens", "stop_token_ids", "allowed_token_ids", "banned_tokens", "strategy", "first_token")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +288,7 @@ class NextTokenChooserParameters(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BANNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
@@ -267,8 +310,9 @@ class NextTokenChooserParameters(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     banned_tokens: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    strategy: DecodingStrategy
     first_token: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: bool = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., first_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: bool = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., strategy: _Optional[_Union[DecodingStrategy, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class CompileGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")
@@ -293,7 +337,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "prompt_logprobs", "state_slot", "state_from", "state_saves")
+    __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "mirostat_mu", "prompt_logprobs", "state_slot", "state_from", "state_saves")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +355,7 @@ class Request(_message.Message):
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STATE_SLOT_FIELD_NUMBER: _ClassVar[int]
     STATE_FROM_FIELD_NUMBER: _ClassVar[int]
@@ -332,11 +377,12 @@ class Request(_message.Message):
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     name: str
+    mirostat_mu: float
     prompt_logprobs: int
     state_slot: int
     state_from: int
     state_saves: _containers.RepeatedCompositeFieldContainer[StateSave]
-    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., state_slot: _Optional[int] = ..., state_from: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., mirostat_mu: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., state_slot: _Optional[int] = ..., state_from: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ...) -> None: ...
 
 class StateSave(_message.Message):
     __slots__ = ("position", "slot")
@@ -491,6 +537,14 @@ class Columns(_message.Message):
     is_special: _containers.RepeatedScalarFieldContainer[bool]
     def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ..., is_special: _Optional[_Iterable[bool]] = ...) -> None: ...
 
+class StrategyMemory(_message.Message):
+    __slots__ = ("request_id", "mirostat_mu")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    mirostat_mu: float
+    def __init__(self, request_id: _Optional[int] = ..., mirostat_mu: _Optional[float] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
     __slots__ = ("batch", "cached_batch", "step_seq", "rows", "takes_columns", "copies")
     BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -508,7 +562,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
+    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns", "memories")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
@@ -519,6 +573,7 @@ class PrefillResponse(_message.Message):
     NUM_FORWARD_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    MEMORIES_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     batch: CachedBatch
     forward_ns: int
@@ -529,7 +584,8 @@ class PrefillResponse(_message.Message):
     num_forward_rows: int
     num_forward_tokens: int
     columns: Columns
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ...) -> None: ...
+    memories: _containers.RepeatedCompositeFieldContainer[StrategyMemory]
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ..., memories: _Optional[_Iterable[_Union[StrategyMemory, _Mapping]]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("batches", "step_seq", "rows", "takes_columns", "copies")
@@ -546,7 +602,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
+    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns", "memories")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
@@ -557,6 +613,7 @@ class DecodeResponse(_message.Message):
     NUM_FORWARD_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    MEMORIES_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     batch: CachedBatch
     forward_ns: int
@@ -567,7 +624,8 @@ class DecodeResponse(_message.Message):
     num_forward_rows: int
     num_forward_tokens: int
     columns: Columns
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ...) -> None: ...
+    memories: _containers.RepeatedCompositeFieldContainer[StrategyMemory]
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ..., memories: _Optional[_Iterable[_Union[StrategyMemory, _Mapping]]] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("batch", "max_input_tokens", "max_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "max_batch_size")

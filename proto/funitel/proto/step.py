@@ -1,11 +1,13 @@
 """Types of a step that router and shards share: its sequences, its results, facts about shards.
 
-Standard library only, without protobuf and torch. `wire` converts these to messages.
+Standard library only, with `strategy`, without protobuf and torch. `wire` converts these to messages.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+
+from funitel.proto.strategy import DecodingStrategy
 
 
 class Capability(StrEnum):
@@ -21,6 +23,7 @@ class Capability(StrEnum):
     FORCED_SPANS = "forced_spans"  # generations of several tokens; a later step computes their KV as a chunk
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
     TOKEN_RULES = "token_rules"  # min_new_tokens, stop_token_ids, allowed_token_ids, banned_tokens; Lark grammars
+    STRATEGIES = "strategies"  # strategy, and memories of steps
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
@@ -85,6 +88,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the completion as an end token does
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_tokens: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows the others
+    strategy: DecodingStrategy | None = None
 
     @property
     def is_masked(self) -> bool:
@@ -94,11 +98,18 @@ class SamplingParams:
     @property
     def has_token_rules(self) -> bool:
         """Whether rules beside a grammar say which tokens may follow."""
-        return bool(self.min_new_tokens or self.allowed_token_ids or self.banned_tokens)
+        return bool(
+            self.min_new_tokens
+            or self.allowed_token_ids
+            or self.banned_tokens
+            or (self.strategy is not None and self.strategy.no_repeat_ngram_size)
+        )
 
     @property
     def is_sampled(self) -> bool:
         """Whether the token is sampled rather than greedy (TGI's rule)."""
+        if self.strategy is not None and self.strategy.is_deterministic:
+            return False
         return (
             self.do_sample
             or self.temperature != 1.0
@@ -106,6 +117,7 @@ class SamplingParams:
             or self.top_p < 1.0
             or self.min_p > 0.0
             or self.typical_p < 1.0
+            or (self.strategy is not None and self.strategy.is_sampled)
         )
 
     @property
@@ -126,7 +138,7 @@ class SamplingParams:
     @property
     def changes_scores(self) -> bool:
         """Whether the logits used for choosing can differ from the model's."""
-        return self.is_sampled or self.edits_scores or self.is_masked
+        return self.is_sampled or self.edits_scores or self.is_masked or self.strategy is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +186,7 @@ class SequenceStart:
     state_slot: int = 0  # of its recurrent state; 0: the shard chooses, or the model has none
     state_from: int = 0  # slot that is copied there before the step computes; 0: the state begins with zeros
     state_saves: tuple[StateSave, ...] = ()  # in the first step
+    mirostat_mu: float | None = None  # what mirostat had come to with `output_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +298,8 @@ class StepResult:
     num_forwards: int = 0
     num_forward_rows: int = 0
     num_forward_tokens: int = 0
+    # Request id and `mirostat_mu` behind the tokens of this step; lost on the wire where it brings no tokens.
+    memories: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

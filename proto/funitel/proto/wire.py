@@ -28,6 +28,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.strategy import DecodingStrategy
 
 StepResponse = pb.PrefillResponse | pb.DecodeResponse
 
@@ -50,6 +51,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
             grammar_type=f"GRAMMAR_TYPE_{sampling.grammar_type.name}",
             logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
             banned_tokens=[pb.TokenSequence(ids=ids) for ids in sampling.banned_tokens],
+            strategy=None if sampling.strategy is None else to_message(pb.DecodingStrategy, sampling.strategy),
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=stopping.max_new_tokens,
@@ -78,6 +80,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
             grammar_type=decode_grammar_type(sampling.grammar_type),
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
             banned_tokens=tuple(tuple(entry.ids) for entry in sampling.banned_tokens),
+            strategy=from_message(DecodingStrategy, sampling.strategy) if sampling.HasField("strategy") else None,
         ),
         stopping=StoppingParams(
             max_new_tokens=stopping.max_new_tokens,
@@ -199,9 +202,12 @@ def _decode_saves(messages: Iterable[pb.StateSave]) -> tuple[StateSave, ...]:
 
 
 def encode_result(result: StepResult, response: StepResponse, *, in_columns: bool = False) -> None:
-    """Fill a Prefill or Decode response; `in_columns` where the call takes generations of one token as columns."""
+    """Fill a Prefill or Decode response; `in_columns` where the call takes generations of one token as columns.
+
+    A step with memories has no columns, so that memories are looked for only beside other generations.
+    """
     generations = result.generations
-    if in_columns:
+    if in_columns and not result.memories:
         _encode_columns([generation for generation in generations if generation.is_plain], response.columns)
         generations = tuple(generation for generation in generations if not generation.is_plain)
     response.generations.extend(map(_encode_generation, generations))
@@ -215,6 +221,8 @@ def encode_result(result: StepResult, response: StepResponse, *, in_columns: boo
     response.num_forwards = result.num_forwards
     response.num_forward_rows = result.num_forward_rows
     response.num_forward_tokens = result.num_forward_tokens
+    if result.memories:
+        response.memories.extend(pb.StrategyMemory(request_id=i, mirostat_mu=mu) for i, mu in result.memories)
 
 
 def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
@@ -225,8 +233,9 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
             than they are.
     """
     plain = tuple(_decode_columns(response.columns, vocab_size))
+    others = response.generations
     return StepResult(
-        generations=(*(_decode_generation(message, vocab_size) for message in response.generations), *plain),
+        generations=(*(_decode_generation(message, vocab_size) for message in others), *plain),
         batch=decode_cached(response.batch) if response.HasField("batch") else None,
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
@@ -235,7 +244,12 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
         num_forwards=response.num_forwards,
         num_forward_rows=response.num_forward_rows,
         num_forward_tokens=response.num_forward_tokens,
+        memories=_decode_memories(response) if others else (),
     )
+
+
+def _decode_memories(response: StepResponse) -> tuple[tuple[int, float], ...]:
+    return tuple((memory.request_id, memory.mirostat_mu) for memory in response.memories)
 
 
 def decode_results(parse: Callable[[bytes], StepResponse], vocab_size: int, payload: bytes) -> tuple[StepResult, ...]:

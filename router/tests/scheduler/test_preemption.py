@@ -1,5 +1,7 @@
 """Which running sequence is preempted, one rule at a time: each case has the other rules name another sequence."""
 
+from dataclasses import replace
+
 import pytest
 from sequences import BLOCK, FakeShard, make_sequence
 
@@ -152,3 +154,28 @@ def test_all_that_a_preempted_sequence_had_computed_is_computed_again_at_no_char
         compute(num_steps)
         assert (sequence.num_computed, sequence.num_repeated) == (4 * num_steps, 11 - 4 * num_steps)
     assert (scheduler.shares.tokens_of(b""), scheduler.shares.num_repeated) == (11, 12)
+
+
+def test_b6_what_mirostat_has_come_to_goes_with_the_tokens_it_came_with() -> None:
+    """Through preemption, in whatever step, and to another replica."""
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(20, BLOCK)), FakeShard()
+    sequence, other = make_sequence(0, 5, 9), make_sequence(1, 5, 9)
+    scheduler.add(sequence)
+    scheduler.add(other)
+    seen = []
+    for step in range(9):
+        plan = scheduler.schedule()
+        assert plan is not None
+        for start in plan.starts:
+            expected = None if start.request_id or not start.output_ids else float(len(start.output_ids))
+            assert start.mirostat_mu == expected
+            seen.append(expected)
+        result = shard.step(plan)
+        length = len(shard.tokens[0]) - 5 if 0 in shard.tokens else 0
+        scheduler.commit(plan, replace(result, memories=((0, float(length)),)), 0.01)
+        if step in (3, 6):
+            scheduler.preempt_all()
+            shard.retain(set())
+    assert len([mu for mu in seen if mu is not None]) == 2
+    assert sequence.afresh().mirostat_mu == sequence.mirostat_mu == len(sequence.output_ids)
+    assert other.mirostat_mu is None

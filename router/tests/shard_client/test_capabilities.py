@@ -4,6 +4,7 @@ import pytest
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Capability, GrammarType, SamplingParams
+from funitel.proto.strategy import DecodingStrategy
 from funitel.router.shard_client.capabilities import check_capabilities
 
 EVERYTHING = frozenset[str](Capability)
@@ -17,6 +18,8 @@ EVERYTHING = frozenset[str](Capability)
         ({"min_p": 0.1}, "min_p", Capability.MORE_SAMPLERS),
         ({"logit_bias": ((1, 2.0),)}, "logit_bias", Capability.MORE_SAMPLERS),
         ({"raw_logprobs": True}, "logprobs", Capability.MORE_SAMPLERS),
+        ({"strategy": DecodingStrategy(tfs_z=0.9)}, "tfs_z", Capability.STRATEGIES),
+        ({"strategy": DecodingStrategy(mirostat=1)}, "mirostat", Capability.STRATEGIES),
         ({"first_token": 0}, "target_language", Capability.FIRST_TOKEN),
         ({"grammar": "{}", "grammar_type": GrammarType.JSON}, "grammar", Capability.GRAMMARS),
     ],

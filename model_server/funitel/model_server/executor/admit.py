@@ -14,6 +14,7 @@ from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, 
 from funitel.model_server.sequence.table import SequenceState, SequenceTable
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import RowUpdate, SamplingParams, SequenceStart
+from funitel.proto.strategy import DecodingStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ def check_supported(start: SequenceStart, vocab_size: int, *, takes_first_token:
 
 
 def _check_token_rules(params: SamplingParams, vocab_size: int) -> None:
+    if params.strategy is not None:
+        _check_strategy(params.strategy)
     if not all(params.banned_tokens):
         raise InvalidRequest("banned_tokens needs sequences of one token or more", "banned_tokens")
     for name, ids in (
@@ -66,6 +69,19 @@ def _check_token_rules(params: SamplingParams, vocab_size: int) -> None:
     ):
         if max(ids, default=0) >= vocab_size:
             raise InvalidRequest(f"{name} needs token ids within 0..{vocab_size - 1}, given {max(ids)}", name)
+
+
+def _check_strategy(strategy: DecodingStrategy) -> None:
+    """What a router has checked in full: here, what would spoil a step."""
+    numbers = (getattr(strategy, name) for name in DecodingStrategy.__slots__)
+    if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+        raise InvalidRequest("strategy needs finite numbers", "strategy")
+    if strategy.mirostat > 2:
+        raise InvalidRequest(f"mirostat must be 0, 1 or 2, given {strategy.mirostat}", "mirostat")
+    if strategy.dry_base < 0:
+        raise InvalidRequest(f"dry_base must be >= 0, given {strategy.dry_base}", "dry_base")
+    if strategy.fsd_alpha and not (strategy.fsd_k and strategy.fsd_n):
+        raise InvalidRequest("fsd_k and fsd_n must be > 0", "fsd_k")
 
 
 def check_addresses(start: SequenceStart, bounds: StepBounds) -> None:
@@ -202,7 +218,7 @@ class RowAdmission:
         follower: FollowerState | None = grammar
         if start.sampling.has_token_rules:
             follower = TokenRules(
-                start.sampling, grammar, self._options.eos_token_ids, self._vocab_size, start.output_ids
+                start.sampling, grammar, self._options.eos_token_ids, self._vocab_size, start.output_ids, opening
             )
         detokenizer = Detokenizer(self._codec, opening)
         stops = StopMatcher(start.stopping.stop_sequences)
@@ -212,7 +228,13 @@ class RowAdmission:
         if len(start.output_ids) < start.sampling.min_new_tokens:
             stops.skip(len(detokenizer.text))
         sampling = SamplingState.over(
-            start.sampling, start.top_n_tokens, opening, start.output_ids, self._options.watermark
+            start.sampling,
+            start.top_n_tokens,
+            opening,
+            start.output_ids,
+            self._options.watermark,
+            mirostat_mu=start.mirostat_mu,
+            has_text=self._has_text,
         )
         return SequenceState(
             index=self._table.take(),  # last of all that can fail
@@ -228,6 +250,9 @@ class RowAdmission:
             source_len=len(beginning.source),
             state_saves=start.state_saves,
         )
+
+    def _has_text(self, token_id: int, text: str) -> bool:
+        return text in self._codec.decode([token_id])
 
     def _prompt_top(self, start: SequenceStart) -> int | None:
         """How many likeliest tokens at each place of its prompt a sequence wants; None where it wants no scores."""

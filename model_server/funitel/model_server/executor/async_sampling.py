@@ -29,7 +29,7 @@ from funitel.model_server.executor.sync_sampling import agree_in_words, wants_wo
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
 from funitel.model_server.gpu_sampling.plan import RowStates
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy, SampledBatch, read_plain
-from funitel.model_server.gpu_sampling.sampler import Due, DueRow, StepSampler, due_of, follows_tokens
+from funitel.model_server.gpu_sampling.sampler import Due, DueRow, StepSampler, due_of
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.proto.errors import InvalidRequest, UnknownBatch
@@ -173,7 +173,7 @@ class AsyncSampling:
         if active:
             self.states.reserve(1 + max(row.index for row, _ in active))
             scored = forward_scored(self._runner, active, self.states.tokens)
-            if any(row.num_placeholders and follows_tokens(row.start.sampling) for row, _ in active):
+            if any(row.num_placeholders and row.sampling.follows_tokens for row, _ in active):
                 self._finish(self._in_flight[-1])
             due = due_of(active, scored.has_logits, self._runner.rules.forced)
         rows, sampled = due.sampled, None

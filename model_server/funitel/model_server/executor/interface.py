@@ -84,7 +84,7 @@ class BegunStep:
         decode_ns: int,
         total_ns: int,
     ) -> StepResult:
-        """Its result, without generations; `active` are the rows that count."""
+        """Its result, without generations; `active` are the rows that count, with the tokens they got."""
         return StepResult(
             generations=(),
             batch=batch,
@@ -95,6 +95,7 @@ class BegunStep:
             num_forwards=num_forwards if active else 0,
             num_forward_rows=len(active),
             num_forward_tokens=sum(count for _, count in active),
+            memories=tuple([(row.request_id, row.sampling.mu) for row, _ in active if row.sampling.has_mu]),
         )
 
 

@@ -125,7 +125,7 @@ class SyncSampling:
 
 def wants_words(due: Sequence[SequenceState]) -> bool:
     """Whether a step says more of some row due than one token and its log-probability."""
-    return any(row.sampling.top_n or row.owes_prompt_scores or row.start.sampling.is_masked for row in due)
+    return any(row.owes_prompt_scores or row.sampling.is_told_in_words for row in due)
 
 
 def agree(
@@ -148,12 +148,18 @@ def agree_in_words(
 ) -> list[list[SampledToken]]:
     """The same for any rows: rank 0 tells all of it as text."""
     notes = [
-        (list(map(astuple, tokens)), [part.tolist() for part in row.prompt_scores] if row.is_scored_first else [])
+        (
+            list(map(astuple, tokens)),
+            [part.tolist() for part in row.prompt_scores] if row.is_scored_first else [],
+            None if row.sampling.strategy is None else row.sampling.strategy.surprise,
+        )
         for row, tokens in zip(due, following, strict=False)
     ]
     shared = json.loads(parallel.share(json.dumps(notes)))
     if parallel.rank:
-        for row, (_, scores) in zip(due, shared, strict=True):
+        for row, (_, scores, surprise) in zip(due, shared, strict=True):
             if scores:
                 row.prompt_scores = list(map(np.array, scores))
-    return [[SampledToken(*fields) for fields in tokens] for tokens, _ in shared]
+            if row.sampling.strategy is not None:
+                row.sampling.strategy.surprise = surprise
+    return [[SampledToken(*fields) for fields in tokens] for tokens, _, _ in shared]

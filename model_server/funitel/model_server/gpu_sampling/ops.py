@@ -61,6 +61,7 @@ _KEEPS: tuple[tuple[Keep, Ask], ...] = (
     (keep_min_p, lambda p: log_of(p.min_p) if p.min_p > 0.0 else None),
     _TYPICAL,
 )
+Narrow = Callable[[torch.Tensor], None]
 _EVERY_TOKEN = 2**31 - 1
 
 
@@ -103,10 +104,13 @@ class ScoreMaths(Protocol):
     def penalise(self, scores: torch.Tensor, penalties: Penalties, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Apply penalties, in place; `counts` as `RowStates` has them, `lengths` [rows, 1] float32 in tokens."""
 
-    def choose(self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None) -> Chosen:
+    def choose(
+        self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None, narrow: Narrow | None = None
+    ) -> Chosen:
         """Filter the rows that are drawn, in place, and choose a token for each row.
 
-        `keys` [3, rows] int32: whether a row is drawn, and the upper and lower half of the key of its noise.
+        `keys` [3, rows] int32: whether a row is drawn, and the upper and lower half of the key of its noise. `narrow`
+        is called with the scores of all rows behind the filters, to leave further tokens out in place.
         """
 
 
@@ -155,7 +159,9 @@ class TorchMaths:
         x = torch.where(produced > 0, x - (penalties.presence + penalties.count * produced), x)
         penalties.some.put(scores, x)
 
-    def choose(self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None) -> Chosen:
+    def choose(
+        self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None, narrow: Narrow | None = None
+    ) -> Chosen:
         """See `ScoreMaths`."""
         scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         noisy = scores
@@ -165,6 +171,9 @@ class TorchMaths:
             for each in kept:
                 each.apply(warped)
             draws.some.put(scores, warped)
+            if narrow is not None:
+                narrow(scores)
+                warped = draws.some.of_matrix(scores)
             _, first, second = (draws.some.of_matrix(line[:, None]) for line in keys)
             drawn = warped + gumbel_of(first, second, scores.shape[1])
             if draws.some.is_all:
@@ -204,7 +213,9 @@ class TritonMaths:
             (penalties.repetition, penalties.frequency, penalties.presence, penalties.count),
         )
 
-    def choose(self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None) -> Chosen:
+    def choose(
+        self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None, narrow: Narrow | None = None
+    ) -> Chosen:
         """See `ScoreMaths`."""
         if draws is not None:
             top_ks, (temperatures, top_ps, floors), (has_top_k, has_top_p), typical = draws.filters
@@ -220,6 +231,8 @@ class TritonMaths:
                 warped = draws.some.of_matrix(scores)
                 typical.apply(warped)
                 draws.some.put(scores, warped)
+            if narrow is not None:
+                narrow(scores)
         return Chosen(*self._kernels.choose(scores, keys, self._num_processors))
 
 

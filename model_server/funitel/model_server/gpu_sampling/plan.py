@@ -9,6 +9,7 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.gpu_sampling.ops import Draws, Penalties, RowSubset, ScoreMaths
+from funitel.model_server.gpu_sampling.strategies import RowStrategies
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import SamplingParams
@@ -92,6 +93,7 @@ class SamplingPlan:
     raw: RowSubset | None  # that want the model's own log-probabilities
     tops: RowSubset | None  # of which likely tokens are wanted beside the chosen one
     num_tops: int  # that are fetched of each
+    strategies: RowStrategies | None
     source_lens: np.ndarray  # [rows]: tokens before those that penalties count
 
     @classmethod
@@ -113,6 +115,7 @@ class SamplingPlan:
             raw=some(lambda row: row.start.sampling.raw_logprobs and row.start.sampling.changes_scores),
             tops=some(lambda row: row.sampling.top_n),
             num_tops=min(vocab_size, max_top_n + MORE_TOPS),
+            strategies=RowStrategies.of(rows, device),
             source_lens=np.array([row.source_len for row in rows]),
         )
 

@@ -46,6 +46,7 @@ class SampledBatch:
     plan: SamplingPlan
     tokens: torch.Tensor  # [rows] int64
     logprobs: torch.Tensor  # [rows] float32, NaN where scores are broken
+    nats: torch.Tensor | None = None  # [rows of mirostat] float32: how surprising the tokens were
     normalisers: torch.Tensor | None = None  # [tops] float32
     top_ids: torch.Tensor | None = None  # [tops, num_tops] int64
     top_scores: torch.Tensor | None = None  # [tops, num_tops] float32, the best first
@@ -53,17 +54,20 @@ class SampledBatch:
 
     def numbers(self) -> torch.Tensor:
         """All that the host is to know, as float64, which holds every id and every float32: [count]."""
-        parts = [self.tokens, self.logprobs, self.normalisers, self.top_ids, self.top_scores]
+        parts = [self.tokens, self.logprobs, self.nats, self.normalisers, self.top_ids, self.top_scores]
         return torch.cat([part.double().flatten() for part in parts if part is not None])
 
     def read(self, numbers: np.ndarray) -> list[SampledToken]:
-        """The tokens of the rows, of `numbers` on the host."""
+        """The tokens of the rows, of `numbers` on the host. Once only: strategies take note of them."""
         plan, count = self.plan, len(self.plan.rows)
         ids, logprobs = numbers[:count].astype(np.int64).tolist(), numbers[count : 2 * count].tolist()
         tops: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        begin = 2 * count
+        if plan.strategies is not None and plan.strategies.observed is not None:
+            begin += plan.strategies.observe(numbers[begin:])
         if plan.tops is not None:
             size, num_tops = len(plan.tops.rows), plan.num_tops
-            rest = numbers[2 * count : 2 * count + size * (1 + 2 * num_tops)]
+            rest = numbers[begin : begin + size * (1 + 2 * num_tops)]
             normalisers = rest[:size].astype(np.float32)
             top_ids, top_scores = rest[size:].reshape(2, size, num_tops)
             for place, row in enumerate(plan.tops.rows):

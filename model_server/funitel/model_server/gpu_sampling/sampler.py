@@ -1,7 +1,8 @@
 """The sampler of a GPU, which never makes the host wait: tokens stay on the device, where the next step reads them.
 
-It does what `sampler.sample` does, in that order and with the same noise, over all rows at once. `follows_tokens` says
-for which rows the host must know the last token: masks of grammars and the watermark are brought by the caller.
+It does what `sampler.sample` does, in that order and with the same noise, over all rows at once. Masks of grammars and
+the watermark are brought by the caller. Rows with a decoding strategy pass it one by one, in torch; some make the host
+wait for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +20,8 @@ from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_keys
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
-from funitel.proto.step import SamplingParams
 
 _BITS = 32  # of a word of a mask
-
-
-def follows_tokens(params: SamplingParams) -> bool:
-    """Whether what may be chosen next depends on the last token in a way that only the host computes."""
-    return params.is_masked or params.watermark
 
 
 class DeviceSampler:
@@ -61,8 +56,13 @@ class DeviceSampler:
             allowed, rows = self._bits(masks, logits.shape[1]), self._rows(masks)
             logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))
         keys = None if plan.draws is None else self._keys(plan.draws, positions)
-        chosen = self.maths.choose(logits, plan.draws, keys)
+        strategies = None if plan.strategies is None else plan.strategies.begin(logits, positions)
+        chosen = self.maths.choose(logits, plan.draws, keys, None if strategies is None else strategies.narrow)
         tokens, scores, normalisers = chosen.tokens, chosen.scores, chosen.normalisers
+        if strategies is not None:
+            strategies.put(logits, chosen)
+        observed = plan.strategies and plan.strategies.observed
+        nats = observed.of_matrix(normalisers - scores) if observed else None
         if plan.raw is not None and raw is not None:
             raw.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
             plan.raw.put(logits, raw)
@@ -73,10 +73,12 @@ class DeviceSampler:
         if plan.penalties is not None:
             self._states.count(plan.penalties.places, plan.penalties.some.of_matrix(tokens))
         if plan.tops is None:
-            return SampledBatch(plan, tokens, logprobs)
+            return SampledBatch(plan, tokens, logprobs, nats)
         tops = plan.tops.of_matrix(logits).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         best = tops.topk(plan.num_tops, dim=-1)
-        return SampledBatch(plan, tokens, logprobs, plan.tops.of_matrix(normalisers), best.indices, best.values, tops)
+        return SampledBatch(
+            plan, tokens, logprobs, nats, plan.tops.of_matrix(normalisers), best.indices, best.values, tops
+        )
 
     def _edit(
         self, scores: torch.Tensor, plan: SamplingPlan, positions: np.ndarray, marks: TokenMasks | None, delta: float
@@ -143,7 +145,7 @@ def due_of(
     due = Due()
     with_logits = [each for each, has in zip(active, has_logits, strict=True) if has]
     for place, (row, count) in enumerate(with_logits):
-        has_ended = row.finish_reason is not None and follows_tokens(row.start.sampling)
+        has_ended = row.finish_reason is not None and row.sampling.follows_tokens
         if row.num_pending != count or has_ended:
             continue
         token_id = forced(row)

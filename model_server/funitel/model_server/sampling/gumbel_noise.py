@@ -24,6 +24,11 @@ def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return _mix_many(seeds + positions.astype(np.uint64))
 
 
+def uniform(seed: int, position: int, stream: int) -> float:
+    """A number in [0, 1) for the token at `position` of a sequence, beside its noise; each stream has another one."""
+    return _mix(noise_key(seed, position) + stream) / 2**64
+
+
 def mixed_seeds(seeds: Sequence[int]) -> np.ndarray:
     """Seeds mixed for `noise_keys`: [len(seeds)] uint64."""
     return _mix_many(np.array(seeds, dtype=np.uint64))

@@ -1,15 +1,17 @@
 """Sample tokens and log-probabilities from logits, batched, in TGI's order of logits processors.
 
-The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p. Log-probabilities
-are those after all of it, or of the model's own scores where `raw_logprobs` asks for them.
+The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p; `strategies` say
+where their stages come. Log-probabilities are those after all of it, or of the model's own scores where `raw_logprobs`
+asks for them.
 
 Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
 batch, and after being resumed elsewhere. Runs on rank 0 only.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
+from funitel.model_server.sampling.strategy import StrategyState, begin_all, narrow_all
 from funitel.proto.step import SamplingParams
 
 HASH_KEY = 15485863
@@ -50,16 +53,44 @@ DEFAULT_WATERMARK = Watermark()  # TGI's settings
 IN_TORCH = TorchLogitsProcessors()
 
 
+def _has_no_text(token_id: int, text: str) -> bool:
+    """Of a sequence without a tokenizer."""
+    return False
+
+
 @dataclass(slots=True)
 class SamplingState:
-    """What sampling one sequence depends on: its parameters, its last token and, for penalties, all it holds."""
+    """What sampling one sequence depends on: its parameters, its last token and, for penalties, all it holds.
+
+    What steps ask of every row is worked out once: whether single scores are edited, whether the token is drawn, and
+    whether the host must know the last token before the next is chosen.
+    """
 
     params: SamplingParams
     top_n: int = 0
     watermark: Watermark = DEFAULT_WATERMARK
+    strategy: StrategyState | None = None
+    edits_scores: bool = field(init=False)
+    is_sampled: bool = field(init=False)
+    wants_raw: bool = field(init=False)
+    follows_tokens: bool = field(init=False)
+    has_mu: bool = field(init=False)  # mirostat's
+    is_told_in_words: bool = field(init=False)  # to other ranks: there is more to tell than a token
+    _remembers: bool = field(init=False)
     _last: int = 0
     _seen: Counter[int] = field(default_factory=Counter)  # prompt and completion
     _produced: Counter[int] = field(default_factory=Counter)  # completion
+
+    def __post_init__(self) -> None:
+        params, strategy = self.params, self.strategy
+        remembers = strategy is not None and strategy.follows_tokens
+        self.edits_scores = params.edits_scores or strategy is not None
+        self.is_sampled = params.is_sampled
+        self.wants_raw = params.raw_logprobs and params.changes_scores
+        self.follows_tokens = params.is_masked or params.watermark or remembers
+        self.has_mu = strategy is not None and strategy.mu is not None
+        self.is_told_in_words = bool(self.top_n) or params.is_masked or self.has_mu
+        self._remembers = params.has_penalties or remembers
 
     @classmethod
     def over(
@@ -69,10 +100,27 @@ class SamplingState:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         watermark: Watermark = DEFAULT_WATERMARK,
+        *,
+        mirostat_mu: float | None = None,
+        has_text: Callable[[int, str], bool] = _has_no_text,
     ) -> "SamplingState":
-        """State of a sequence that holds these tokens already."""
+        """State of a sequence that holds these tokens already.
+
+        Args:
+            params: of the sequence.
+            top_n: likeliest tokens that are told beside each.
+            prompt_ids: tokens before the completion.
+            output_ids: tokens of the completion.
+            watermark: of this server.
+            mirostat_mu: what mirostat had come to with `output_ids`; None where there are none.
+            has_text: whether a text is within that of a token.
+        """
         last = output_ids or prompt_ids or (0,)
-        state = cls(params, top_n, watermark, last[-1])
+        strategy = None
+        if params.strategy is not None:
+            tokens = chain(prompt_ids, output_ids)
+            strategy = StrategyState(params, params.strategy, tokens, len(output_ids), mirostat_mu, has_text)
+        state = cls(params, top_n, watermark, strategy, last[-1])
         if params.has_penalties:
             state._seen.update(prompt_ids)
             state._seen.update(output_ids)
@@ -82,9 +130,19 @@ class SamplingState:
     def push(self, token_id: int) -> None:
         """Take a new completion token into account."""
         self._last = token_id
-        if self.params.has_penalties:
-            self._seen[token_id] += 1
-            self._produced[token_id] += 1
+        if self._remembers:
+            if self.params.has_penalties:
+                self._seen[token_id] += 1
+                self._produced[token_id] += 1
+            if self.strategy is not None:
+                self.strategy.push(token_id)
+
+    @property
+    def mu(self) -> float:
+        """What mirostat has come to, of a row that has it."""
+        assert self.strategy is not None
+        assert self.strategy.mu is not None
+        return self.strategy.mu
 
     def held(self) -> tuple[tuple[list[int], list[int]], ...]:
         """Where penalties need it, the tokens held and how often: those of the whole sequence, of the completion."""
@@ -164,19 +222,33 @@ def sample(
         maths: what does the heavy part.
     """
     is_broken = _are_broken(logits)
-    raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
+    raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if state.wants_raw}
+    strategies: dict[int, StrategyState] | None = None
     for row, state in enumerate(states):
-        if state.params.edits_scores:
+        if state.edits_scores:
             state.process(logits[row])
+            if state.strategy is not None:
+                strategies = strategies or {}
+                strategies[row] = state.strategy
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     maths.allow(logits, masks)
-    sampled = [row for row, state in enumerate(states) if state.params.is_sampled]
+    sampled = [row for row, state in enumerate(states) if state.is_sampled]
+    if strategies is not None:
+        chosen_first = begin_all(strategies, logits, positions)
+        sampled = [row for row in sampled if row not in chosen_first]
     if sampled:
         maths.warp(logits, sampled, [states[row].params for row in sampled])
+    if strategies is not None:
+        narrow_all(strategies, chosen_first, logits, positions)
     chosen, normaliser = maths.best(logits)
     if sampled:
         keys = [noise_key(states[row].params.seed, positions[row]) for row in sampled]
         chosen[sampled] = maths.draw(logits, sampled, keys)
+    if strategies is not None:
+        for row, token_id in chosen_first.items():
+            chosen[row] = token_id
+        for row, strategy in strategies.items():
+            strategy.observe(float(normaliser[row] - logits[row, chosen[row]]))
     for row, scores in raw.items():
         maths.allow(scores, None)
         logits[row] = scores[0]
@@ -198,10 +270,6 @@ def _are_broken(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type != "cpu":
         return ~(logits.amax(dim=1) < torch.inf)
     return torch.from_numpy(~(logits.numpy().max(axis=1) < np.inf))  # torch would wake its threads for it
-
-
-def _needs_raw(params: SamplingParams) -> bool:
-    return params.raw_logprobs and params.changes_scores
 
 
 def top_of(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

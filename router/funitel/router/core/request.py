@@ -70,6 +70,7 @@ class Sequence:
     in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
     estimated_seconds: float = 0.0  # until its first token, by the estimate; 0 once it is there
+    mirostat_mu: float | None = None  # what mirostat has come to with `output_ids`
     was_started: bool = False  # it has entered a step; if it waits, it was preempted
     num_repeated: int = 0  # computed tokens that were lost, recomputed at no charge
     num_losses: int = 0  # replicas that were lost, in a row, while it ran there and before it got a token

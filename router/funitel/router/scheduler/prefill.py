@@ -189,6 +189,7 @@ class PrefillPlanner:
             state_slot=0 if state is None else state.slot,
             state_from=0 if state is None else state.source,
             state_saves=self._checkpoints.save(sequence, sequence.num_cached, sequence.num_cached + count),
+            mirostat_mu=sequence.mirostat_mu,
         )
 
     # Spending -------------------------------------------------------------------------------------------------------

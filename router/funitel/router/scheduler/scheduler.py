@@ -241,6 +241,10 @@ class Scheduler:
             if generation.finished is not None:
                 self.remove(sequence)
             delivered.append((sequence, generation))
+        if result.memories:
+            memories = dict(result.memories)
+            for sequence, _ in delivered:
+                sequence.mirostat_mu = memories.get(sequence.id)
         return delivered
 
     def _end_broken(self, sequence: Sequence) -> None:

@@ -9,11 +9,14 @@ from string import Template
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest
+from funitel.proto.strategy import DecodingStrategy
 from funitel.router.core.grammar import Grammar
 from funitel.router.text.model_files import RecommendedSampling
 
 U64_RANGE = 2**64
 WHOLE_CONTEXT = -1  # of `truncate`
+GREEDY: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
+"""What greedy decoding leaves out of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class SamplingRequest:
     count_penalty: float = 0.0  # OpenAI's `frequency_penalty`
     logit_bias: Mapping[str, float] = field(default_factory=dict)  # added to the score, by token id
     seed: int | None = None
+    strategy: DecodingStrategy | None = None
     watermark: bool = False
     grammar: Grammar | None = None
     target_language: str | None = None
@@ -63,12 +67,15 @@ class SamplingRequest:
         if self.do_sample is not None:
             return self
         temperature, top_p = self.temperature, self.top_p
+        strategy = self.strategy
         if temperature is None and top_p is None and self.seed is None:
-            temperature, top_p = recommended.temperature, recommended.top_p
+            temperature = recommended.temperature
+            if strategy is None or not (strategy.mirostat or strategy.is_deterministic):
+                top_p = recommended.top_p
         seed = None if self.seed is None else self.seed % U64_RANGE
         if temperature == 0 or top_p == 0:
-            off: Any = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
-            return replace(self, do_sample=False, seed=seed, **off)
+            strategy = None if strategy is None else strategy.greedy
+            return replace(self, do_sample=False, seed=seed, strategy=strategy, **GREEDY)
         top_p = None if top_p == 1 else top_p
         return replace(self, do_sample=True, temperature=temperature, top_p=top_p, seed=seed)
 

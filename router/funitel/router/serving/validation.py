@@ -12,6 +12,7 @@ from funitel.proto.errors import ContextTooLong
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.core.request import Limits, Request
 from funitel.router.serving.sampling_request import WHOLE_CONTEXT, BrokenRule, SamplingRequest
+from funitel.router.serving.strategies import check_strategy
 from funitel.router.settings import RouterSettings
 
 FIRST_SLICE = 1024  # TGI's: a longer `max_new_tokens` is accepted whenever that many tokens fit
@@ -61,6 +62,8 @@ def check_parameters(
         truncate,
     )
     _check_supported(sampling)
+    if sampling.strategy is not None:
+        check_strategy(sampling, sampling.strategy)
 
 
 def _check_supported(sampling: SamplingRequest) -> None:
@@ -125,6 +128,8 @@ def _check_best_of(sampling: SamplingRequest, settings: RouterSettings, *, strea
 
 
 def _wants_sampling(sampling: SamplingRequest) -> bool:
+    if sampling.strategy is not None and (sampling.strategy.is_sampled or sampling.strategy.is_deterministic):
+        return sampling.strategy.is_sampled
     shaping = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.typical_p)
     return bool(sampling.do_sample) or bool(sampling.min_p) or any(value is not None for value in shaping)
 
@@ -245,6 +250,7 @@ def build_request(
             stop_token_ids=sampling.stop_token_ids,
             allowed_token_ids=sampling.allowed_token_ids,
             banned_tokens=banned_tokens,
+            strategy=sampling.strategy if sampling.strategy and sampling.strategy.used else None,
         ),
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens, stop_sequences=sampling.stop, ignore_eos=sampling.ignore_eos

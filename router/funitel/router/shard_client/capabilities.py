@@ -1,9 +1,16 @@
 """Capabilities of the shards: refuse request fields that they would silently ignore. Pure."""
 
 from collections.abc import Callable
+from functools import partial
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Capability, GrammarType, SamplingParams
+from funitel.proto.strategy import OFF
+
+
+def _uses(name: str, params: SamplingParams) -> bool:
+    return params.strategy is not None and name in params.strategy.used
+
 
 # Request fields that not every shard knows: the capability it must announce, and whether a request uses it.
 _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
@@ -17,6 +24,7 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("stop_token_ids", Capability.TOKEN_RULES, lambda p: bool(p.stop_token_ids)),
     ("allowed_token_ids", Capability.TOKEN_RULES, lambda p: bool(p.allowed_token_ids)),
     ("bad_words", Capability.TOKEN_RULES, lambda p: bool(p.banned_tokens)),
+    *((name, Capability.STRATEGIES, partial(_uses, name)) for name in OFF),
     ("structured_outputs", Capability.TOKEN_RULES, lambda p: p.grammar_type is GrammarType.LARK),
     # A plain TGI shard constrains by regular expressions, and ignores a schema.
     ("grammar", Capability.GRAMMARS, lambda p: p.grammar_type is GrammarType.JSON),

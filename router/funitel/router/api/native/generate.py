@@ -12,6 +12,7 @@ from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import native_error
 from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.native.schema import (
+    NAMES,
     BestOfSequence,
     CompatGenerateRequest,
     Details,
@@ -76,7 +77,7 @@ async def generate_stream(incoming: IncomingRequest) -> Response:
 async def _answer(
     service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival
 ) -> tuple[GenerateResponse, dict[str, str]]:
-    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=False, arrived=arrived)
+    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=False, arrived=arrived, names=NAMES)
     [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
     prefix = inputs if parameters.return_full_text else ""
     response = GenerateResponse(
@@ -109,7 +110,7 @@ def _details_of(answer: Answer) -> dict[str, Any]:
 
 
 async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival) -> EventStream:
-    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=True, arrived=arrived)
+    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=True, arrived=arrived, names=NAMES)
     return EventStream(partial(_events, job, parameters), native_error, headers=stream_headers(job))
 
 

@@ -26,13 +26,19 @@ from funitel.router.api.common.schema_base import (
     TargetLanguage,
     is_none,
 )
+from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.api.native.schema_grammar import GrammarType, grammar_of
 from funitel.router.serving.sampling_request import SamplingRequest
+from funitel.router.serving.strategies import with_algorithm
 
 # Requests
 
 
-class GenerateParameters(Body):
+NAMES = {"min_new_tokens": "min_tokens"}
+"""What the native routes call otherwise than `SamplingRequest` does."""
+
+
+class GenerateParameters(StrategyFields):
     """How to generate; an absent parameter is off."""
 
     best_of: Annotated[U32, ABOVE_0] | None = Field(
@@ -88,7 +94,7 @@ class GenerateParameters(Body):
     @property
     def sampling(self) -> SamplingRequest:
         """The same for the engine; what is said of the answer's shape stays here."""
-        return SamplingRequest(
+        sampling = SamplingRequest(
             do_sample=self.do_sample,
             best_of=self.best_of,
             temperature=self.temperature,
@@ -101,6 +107,10 @@ class GenerateParameters(Body):
             logit_bias=self.logit_bias or {},
             seed=self.seed,
             watermark=self.watermark,
+            strategy=self.strategy,
+            min_new_tokens=self.min_tokens or 0,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
             grammar=None if self.grammar is None else grammar_of(self.grammar),
             target_language=self.target_language,
             max_new_tokens=self.max_new_tokens,
@@ -113,6 +123,7 @@ class GenerateParameters(Body):
             cache_salt=self.cache_salt or "",
             priority=self.priority,
         )
+        return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
 
     @property
     def wants_details(self) -> bool:

@@ -16,15 +16,16 @@ from funitel.router.api.common.schema_base import (
     StopList,
     TargetLanguage,
 )
+from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.api.openai.schema_structured import StructuredOutputs
 from funitel.router.api.openai.schema_tools import ResponseFormat
 from funitel.router.api.openai.unsupported_fields import SAMPLING
 from funitel.router.core.grammar import Grammar
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
+from funitel.router.serving.strategies import with_algorithm
 
 MAX_CHOICES = 128  # OpenAI's
 MAX_STOP_TOKENS = 1024
-MAX_WORDS, MAX_WORD = 256, 256  # that are banned, and characters of one; each is looked at in every step
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -67,7 +68,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(default=None, description="Accepted; chunks are never padded.")
 
 
-class SamplingFields(Body):
+class SamplingFields(StrategyFields):
     """What chats and completions say alike of how tokens are chosen."""
 
     unsupported: ClassVar = SAMPLING
@@ -96,7 +97,6 @@ class SamplingFields(Body):
     target_language: TargetLanguage | None = Field(default=None, description=TARGET_LANGUAGE)
     seed: Annotated[int, Field(ge=-(2**63), lt=U64_RANGE)] | None = None
     # vLLM's.
-    min_tokens: U32 | None = Field(default=None, description="Tokens before which nothing ends the answer.")
     stop_token_ids: Annotated[list[U32], Field(max_length=MAX_STOP_TOKENS)] | None = Field(
         default=None, description="Tokens that end the answer, too."
     )
@@ -107,10 +107,6 @@ class SamplingFields(Body):
         default=None, description="False makes special tokens part of the text, save the end token."
     )
     spaces_between_special_tokens: Any = Field(default=None, description="Accepted; there are none.")
-    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=MAX_WORDS)] | None = Field(
-        default=None, description="Words that the answer never has."
-    )
-    allowed_token_ids: list[U32] | None = Field(default=None, description="The only tokens that the answer may have.")
     add_special_tokens: bool | None = Field(
         default=None, description="Whether special tokens are added to the prompt; to a text by default, to a chat not."
     )
@@ -192,7 +188,7 @@ class SamplingFields(Body):
 
     def sampling(self, *, max_tokens: int | None, top_logprobs: int | None) -> SamplingRequest:
         """The same for the engine; `top_logprobs` is None where no log-probabilities are wanted."""
-        return SamplingRequest(
+        sampling = SamplingRequest(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k if (self.top_k or 0) > 0 else None,
@@ -220,4 +216,6 @@ class SamplingFields(Body):
             target_language=self.target_language,
             top_n_tokens=top_logprobs,
             raw_logprobs=top_logprobs is not None,
+            strategy=self.strategy,
         )
+        return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)

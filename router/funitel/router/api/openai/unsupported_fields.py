@@ -2,8 +2,6 @@
 
 from funitel.router.api.common.field_policy import NOTHING, Unsupported
 
-_SAMPLER = "there is no such sampler here"
-
 SAMPLING: dict[str, Unsupported] = {
     # vLLM's.
     "use_beam_search": Unsupported("answers are sampled; `best_of` of completions chooses the likeliest"),
@@ -20,12 +18,10 @@ SAMPLING: dict[str, Unsupported] = {
     "kv_transfer_params": Unsupported("each replica computes its own prompts"),
     "return_tokens_as_token_ids": Unsupported("use `return_token_ids`"),
     # Those of llama.cpp, SGLang and others.
-    "mirostat": Unsupported(_SAMPLER, (*NOTHING, 0)),
-    "mirostat_mode": Unsupported(_SAMPLER, (*NOTHING, 0)),
-    "tfs_z": Unsupported(_SAMPLER, (*NOTHING, 1.0)),
-    "top_a": Unsupported(_SAMPLER, (*NOTHING, 0)),
-    "dry_multiplier": Unsupported(_SAMPLER, (*NOTHING, 0)),
-    "xtc_probability": Unsupported(_SAMPLER, (*NOTHING, 0)),
+    "mirostat_mode": Unsupported("use `mirostat`", (*NOTHING, 0)),
+    "tfs": Unsupported("use `tfs_z`", (*NOTHING, 1.0)),
+    "nsigma": Unsupported("use `top_n_sigma`", (*NOTHING, -1)),
+    "top_a": Unsupported("there is no such sampler here", (*NOTHING, 0)),
     "num_beams": Unsupported("answers are sampled", (*NOTHING, 1)),
     "custom_logit_processor": Unsupported("code of clients is not run"),
     "ebnf": Unsupported("use `structured_outputs`"),

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, generation_route, service_of
-from funitel.router.api.native.schema import GenerateParameters
+from funitel.router.api.native.schema import NAMES, GenerateParameters
 from funitel.router.api.platforms.schema import (
     KserveInput,
     KserveLive,
@@ -74,7 +74,8 @@ async def _answer(service: Service, body: KserveRequest, arrived: Arrival) -> tu
     check_count(service, "inputs", best_of)
     prompts = [_text(place, given) for place, given in enumerate(body.inputs)]
     jobs = [
-        await prepare(service, parameters.sampling, Prompt(text), stream=False, arrived=arrived) for text in prompts
+        await prepare(service, parameters.sampling, Prompt(text), stream=False, arrived=arrived, names=NAMES)
+        for text in prompts
     ]
     ranked = await collect_best(jobs, best_of)
     prefixes = prompts if parameters.return_full_text else [""] * len(prompts)

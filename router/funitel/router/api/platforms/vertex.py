@@ -7,7 +7,7 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest, NoInstances
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, generation_route
-from funitel.router.api.native.schema import GenerateParameters, GenerateRequest
+from funitel.router.api.native.schema import NAMES, GenerateParameters, GenerateRequest
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat.run import prepare_chat
@@ -44,7 +44,9 @@ async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrive
     if isinstance(instance, ChatRequest):
         return await _chat_job(service, instance, arrived)
     parameters = _vertex_parameters(instance)
-    return await prepare(service, parameters.sampling, Prompt(instance.inputs), stream=False, arrived=arrived)
+    return await prepare(
+        service, parameters.sampling, Prompt(instance.inputs), stream=False, arrived=arrived, names=NAMES
+    )
 
 
 async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> GenerationJob:
