@@ -152,7 +152,7 @@ TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup"
 
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
 OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop", "TokenSequence"}
-OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory"}
+OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory", "StateSave"}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_ENUMS = {
     "EncoderTask": {

@@ -68,7 +68,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         is_chunked: bool = True,
         has_prefix_cache: bool = True,
         pool_tokens: int = 400,
-        max_sequences: int | None = None,
+        state_slots: int = 0,
     ) -> None:
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
         self.has_prefix_cache = has_prefix_cache
@@ -96,7 +96,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.is_well = asyncio.Event()  # Health is answered
         self.is_well.set()
         self.pool_tokens = pool_tokens
-        self.max_sequences = max_sequences
+        self.state_slots = state_slots
         self.server: Any = None
         self.step_socket = ""
         self.step_server: asyncio.Server | None = None
@@ -161,7 +161,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             max_supported_total_tokens=self.pool_tokens,
             max_input_tokens=199,
             max_total_tokens=200,
-            max_sequences=self.max_sequences,
+            state_slots=self.state_slots,
         )
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Any) -> pb.CompileGrammarResponse:

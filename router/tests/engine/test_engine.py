@@ -109,7 +109,7 @@ async def test_a_waiting_sequence_can_leave(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("asked", "most"), [(None, 2), (5, 2), (1, 1)])
 async def test_no_more_sequences_run_than_a_shard_has_room_for(tmp_path: Path, asked: int | None, most: int) -> None:
-    async with running(tmp_path, shard={"max_sequences": 2}, max_batch_size=asked) as (engine, (fake,), _):
+    async with running(tmp_path, shard={"state_slots": 2}, max_batch_size=asked) as (engine, (fake,), _):
         requests = [request(first=10 * i) for i in range(5)]
         found = await asyncio.gather(*(run(engine, each) for each in requests))
         assert found == [expected(each) for each in requests]
