@@ -10,7 +10,6 @@ from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
-from funitel.router.scheduler.state_checkpoints import StateCheckpoints
 from funitel.router.scheduler.waiting_queue import FairShares
 
 
@@ -68,8 +67,7 @@ def test_a_sequence_that_holds_more_than_it_decodes_has_more_to_compute(
     sequence.output_ids = [7] * 4 if num_computed > 4 else []
     sequence.num_computed = num_computed
     shares.join(sequence.request.key)
-    blocks = BlockPool(50, BLOCK)
-    running = RunningSet(blocks, shares, StateCheckpoints(blocks.states, BLOCK, has_cache=False))
+    running = RunningSet(BlockPool(50, BLOCK), shares, None)
     running.enter(sequence)
     part = running.decode()
     assert (part.computed, part.with_pending) == ({0: count}, [sequence] * has_more)

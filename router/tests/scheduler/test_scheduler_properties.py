@@ -275,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         states, rows = self.scheduler.blocks.states, [each.state for each in self.scheduler.running.values()]
-        if not states.num_slots:
+        if states is None:
             assert rows == [None] * len(rows)
             return
         held = [row.slot for row in rows if row] + [save.slot for row in rows if row for save in row.saves]
@@ -320,7 +320,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(len(found) * BLOCK):
                 assert self.shard.memory[found[position // BLOCK], position % BLOCK] == known[position]
             states = self.scheduler.blocks.states
-            for i in range(len(known) // BLOCK):
+            for i in range(len(known) // BLOCK if states is not None else 0):
                 slot = states._cached.get(sequence.block_key(i, BLOCK))
                 assert slot is None or self.shard.states[slot] == known[: (i + 1) * BLOCK]
 
@@ -345,7 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.scheduler.blocks.num_used == 0
-        assert self.scheduler.blocks.states.num_used == 0
+        assert self.scheduler.blocks.states is None or self.scheduler.blocks.states.num_used == 0
         for number, outputs in self.ended.items():
             assert outputs == self.wishes[number].outputs
 

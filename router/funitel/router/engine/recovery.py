@@ -28,7 +28,7 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
     """Whether a replica that holds nothing computes a prompt of one token; it holds nothing afterwards."""
     num_tokens = 1 + replica.info.num_opening_tokens
     lent = blocks.allocate(blocks.blocks_for(num_tokens))
-    lent_state = blocks.states.allocate()
+    lent_state = None if blocks.states is None else blocks.states.allocate()
     start = SequenceStart(
         request_id=SOUNDNESS_STEP_ID,
         sampling=SamplingParams(),
@@ -49,7 +49,7 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
         return False
     finally:
         blocks.free(lent)
-        if lent_state is not None:
+        if blocks.states is not None and lent_state is not None:
             blocks.states.release(lent_state)
     return True
 

@@ -28,14 +28,17 @@ class SchedulerReport:
         sequences = len(waiting), len(scheduler.running)
         queue = waiting.num_preempted, waiting.num_prompt_tokens
         pool = blocks.num_used, blocks.num_free, blocks.num_cached
-        states = blocks.states.num_used, blocks.states.num_free, blocks.states.num_cached
+        states: tuple[int, int, int] | None = None
+        if (slots := blocks.states) is not None:
+            states = slots.num_used, slots.num_free, slots.num_cached
         state = sequences, queue, pool, states, self._replica.num_batches
         if state != self._reported:  # most steps change nothing of it
             self._reported = state
             metrics.set_sequences(*sequences)
             metrics.set_queue(*queue)
             metrics.set_pool(*pool)
-            metrics.set_states(*states)
+            if states is not None:
+                metrics.set_states(*states)
             metrics.set_batch_tokens(blocks.num_used * blocks.block_size)
             metrics.set_cached_batches(self._replica.num_batches)
         preempted = (scheduler.num_preempted, scheduler.shares.num_repeated)

@@ -203,7 +203,7 @@ class EngineView:
 
     def _states(self) -> StateSlotPool | None:
         states = self.scheduler.blocks.states
-        if not states.num_slots:
+        if states is None:
             return None
         return StateSlotPool(
             slots=states.num_slots,

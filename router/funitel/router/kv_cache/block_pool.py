@@ -3,7 +3,7 @@
 Block 0 is never handed out. A full, computed block is *published* under a key that stands for every token up to its
 end. Sequences with the same cached prefix share it. When it is unused it stays until its memory is needed, least
 recently used first. With a host tier its content goes there then, and comes back into another block. `states` are the
-slots of recurrent states, which are cached under the same keys.
+slots of recurrent states, which are cached under the same keys; None for models that keep none.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0, state_slots: int = 0) -> None:
         self.host = HostTier(host_blocks)
-        self.states = StateSlots(state_slots)
+        self.states = StateSlots(state_slots) if state_slots else None
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evicted = 0
@@ -63,7 +63,7 @@ class BlockPool:
         key = self._keys.pop(block)
         del self._published[key]
         self.host.save(key, block)
-        if key not in self.host:
+        if self.states is not None and key not in self.host:
             self.states.withdraw(key)
         self.num_evicted += 1
         return block
@@ -96,7 +96,8 @@ class BlockPool:
             key = self._keys.pop(block, None)
             if key is not None:
                 del self._published[key]
-                self.states.withdraw(key)
+                if self.states is not None:
+                    self.states.withdraw(key)
 
     def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
         """Published blocks of the longest beginning of `keys`; nothing is taken yet."""

@@ -28,7 +28,7 @@ class DecodePart:
 class RunningSet:
     """Sequences by id, oldest first, with their blocks."""
 
-    def __init__(self, blocks: BlockPool, shares: FairShares, checkpoints: StateCheckpoints) -> None:
+    def __init__(self, blocks: BlockPool, shares: FairShares, checkpoints: StateCheckpoints | None) -> None:
         self.by_id: dict[int, Sequence] = {}
         self._blocks = blocks
         self._checkpoints = checkpoints
@@ -57,14 +57,16 @@ class RunningSet:
         self._not_plain.pop(sequence.id, None)
         self._blocks.free(sequence.blocks)
         sequence.blocks.clear()
-        self._checkpoints.leave(sequence)
+        if self._checkpoints is not None:
+            self._checkpoints.leave(sequence)
         return True
 
     def forget_steps(self) -> None:
         """No step is in flight any more, and what those did is not taken into account."""
         for sequence in self.by_id.values():
             sequence.in_flight.clear()
-            self._checkpoints.forget_saves(sequence)
+            if self._checkpoints is not None:
+                self._checkpoints.forget_saves(sequence)
             self.mark_not_plain(sequence)
 
     def missing_blocks(self) -> int:
@@ -107,7 +109,8 @@ class RunningSet:
         if not pending:
             return
         granted = self._grant(sequence, begun + pending)
-        if granted or pending > 1 or self._checkpoints.is_due(sequence, begun + 1):
+        checkpoints = self._checkpoints
+        if granted or pending > 1 or (checkpoints is not None and checkpoints.is_due(sequence, begun + 1)):
             part.updates[sequence.id] = granted, pending
         count = part.computed[sequence.id] = int(sequence.brings_token(begun, pending))
         if pending > count:
@@ -124,7 +127,7 @@ class RunningSet:
         """Predict how often a sequence just decodes: until it needs a block, or has its maximum length."""
         last = sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
         end = min(last, len(sequence.blocks) * self._blocks.block_size)
-        if sequence.state is not None:
+        if self._checkpoints is not None:
             end = min(end, self._checkpoints.next_due(computed) - 1)
         if end > computed:
             sequence.num_plain_steps = end - computed

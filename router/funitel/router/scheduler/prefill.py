@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 
-from funitel.proto.step import SequenceStart
+from funitel.proto.step import SequenceStart, StateSave
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import ChunkBudget
@@ -53,7 +53,7 @@ class PrefillPlanner:
         waiting: WaitingQueue,
         running: RunningSet,
         bisector: FaultBisector,
-        checkpoints: StateCheckpoints,
+        checkpoints: StateCheckpoints | None,
     ) -> None:
         self._policy = policy
         self._checkpoints = checkpoints
@@ -89,6 +89,8 @@ class PrefillPlanner:
         blocks = self._blocks.match(sequence.block_key(i, size) for i in range(count))
         keys = self._blocks.match_host(sequence.block_key(i, size) for i in range(len(blocks), count))
         num_matched = len(blocks) + len(keys)
+        if self._checkpoints is None:
+            return Prefix(blocks, keys, num_matched)
         usable = self._checkpoints.usable_blocks(sequence, num_matched)
         return Prefix(blocks[:usable], keys[: max(0, usable - len(blocks))], num_matched)
 
@@ -104,9 +106,9 @@ class PrefillPlanner:
         size = self._block_size
         if not self.may_share(sequence) or (index + 1) * size >= sequence.num_known:
             return False
-        if self._checkpoints.is_used:
+        if (checkpoints := self._checkpoints) is not None:
             running = self._running.not_plain.values()
-            return any(self._checkpoints.is_expected(sequence, index, other) for other in running)
+            return any(checkpoints.is_expected(sequence, index, other) for other in running)
         key = sequence.block_key(index, size)
         return any(
             other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
@@ -130,7 +132,7 @@ class PrefillPlanner:
         """Whether so many more sequences may run."""
         bounds = (self._policy.max_batch_size, self._bisector.max_sequences)
         is_within = all(bound is None or len(self._running.by_id) + count <= bound for bound in bounds)
-        return is_within and self._checkpoints.has_slots(count)
+        return is_within and (self._checkpoints is None or self._checkpoints.has_slots(count))
 
     def has_blocks(self, needed: int, prefix: Prefix) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for running sequences."""
@@ -160,7 +162,8 @@ class PrefillPlanner:
         sequence.num_computed = sequence.num_cached = len(prefix) * self._block_size
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
         sequence.was_started = True
-        self._checkpoints.enter(sequence, prefix.num_matched)
+        if self._checkpoints is not None:
+            self._checkpoints.enter(sequence, prefix.num_matched)
         self._running.enter(sequence)
 
     def to_start(self, sequence: Sequence, count: int) -> SequenceStart:
@@ -169,6 +172,9 @@ class PrefillPlanner:
         is_plain = self._policy.is_plain
         num_slots = self._admission_tokens(sequence) if is_plain else 0
         state = sequence.state
+        saves: tuple[StateSave, ...] = ()
+        if self._checkpoints is not None:
+            saves = self._checkpoints.save(sequence, sequence.num_cached, sequence.num_cached + count)
         return SequenceStart(
             request_id=sequence.id,
             sampling=request.sampling,
@@ -188,7 +194,7 @@ class PrefillPlanner:
             name="" if is_plain else request.request_id,
             state_slot=0 if state is None else state.slot,
             state_from=0 if state is None else state.source,
-            state_saves=self._checkpoints.save(sequence, sequence.num_cached, sequence.num_cached + count),
+            state_saves=saves,
             mirostat_mu=sequence.mirostat_mu,
         )
 

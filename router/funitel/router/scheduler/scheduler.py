@@ -44,7 +44,9 @@ class Scheduler:
         self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
         self.num_preempted = 0
-        self._checkpoints = StateCheckpoints(blocks.states, blocks.block_size, has_cache=policy.has_prefix_cache)
+        self._checkpoints: StateCheckpoints | None = None  # of models with recurrent layers
+        if blocks.states is not None:
+            self._checkpoints = StateCheckpoints(blocks.states, blocks.block_size, has_cache=policy.has_prefix_cache)
         self._running = RunningSet(blocks, self.shares, self._checkpoints)
         self.running = self._running.by_id  # oldest first
         self.bisector = FaultBisector(may_shrink=policy.is_chunked)
@@ -125,9 +127,9 @@ class Scheduler:
 
     def _update(self, sequence_id: int, granted: tuple[int, ...], pending: int, count: int) -> RowUpdate:
         """Describe to the shard what a running sequence gets, which computes `count` of its pending tokens."""
-        sequence = self.running[sequence_id]
         saves: tuple[StateSave, ...] = ()
-        if sequence.state is not None:
+        if self._checkpoints is not None:
+            sequence = self.running[sequence_id]
             begun, _ = sequence.ahead()
             saves = self._checkpoints.save(sequence, begun, begun + count)
         return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves)
@@ -264,7 +266,7 @@ class Scheduler:
         """Make blocks known that have been filled: those from `first` up to `end`."""
         for i in range(first, end):
             self.blocks.publish(sequence.blocks[i], sequence.block_key(i, self.blocks.block_size))
-        if sequence.state is not None:
+        if self._checkpoints is not None:
             self._checkpoints.publish(sequence)
 
     def goals(self, plan: StepPlan) -> dict[int, int]:

@@ -22,7 +22,7 @@ class StateCheckpoints:
     """Gives sequences slots in `states`, and saves their states at borders of blocks.
 
     Args:
-        states: of no slots for models without recurrent layers: then nothing is done.
+        states: the slots.
         block_size: tokens of a block.
         has_cache: whether states are saved at all.
     """
@@ -34,19 +34,12 @@ class StateCheckpoints:
         self._max_of_prompt = max(MIN_CHECKPOINTS, int(states.num_slots * MAX_SHARE))
         self._interval = -(-DECODE_INTERVAL // block_size) * block_size
 
-    @property
-    def is_used(self) -> bool:
-        """Whether the model has recurrent layers."""
-        return self._states.num_slots > 0
-
     def has_slots(self, count: int) -> bool:
         """Whether so many more sequences can have a slot."""
-        return not self.is_used or count <= self._states.num_free
+        return count <= self._states.num_free
 
     def usable_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """Of the first `num_blocks` blocks of a sequence, those up to the last checkpoint."""
-        if not self.is_used:
-            return num_blocks
         size, states = self._block_size, self._states
         return next((i for i in range(num_blocks, 0, -1) if sequence.block_key(i - 1, size) in states), 0)
 
@@ -65,8 +58,6 @@ class StateCheckpoints:
 
     def enter(self, sequence: Sequence, num_matched: int) -> None:
         """Give a sequence that enters behind `sequence.num_cached` tokens a slot; `num_matched` blocks are cached."""
-        if not self.is_used:
-            return
         if sequence.num_cached:
             key = sequence.block_key(sequence.num_cached // self._block_size - 1, self._block_size)
             row = StateRow(*self._states.allocate_from(key), num_known=sequence.num_known)
