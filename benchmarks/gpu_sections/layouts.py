@@ -3,7 +3,7 @@
 A layer reads a part of every block, so with blocks of all layers it touches many more pages of memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,14 @@ from gpu_sections.plan import Plan
 class _LayerPools:
     """A pool for each layer."""
 
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
+    keys: Mapping[int, torch.Tensor]
+    values: Mapping[int, torch.Tensor]
 
     @classmethod
     def of(cls, cache: KVCache) -> "_LayerPools":
         """The same numbers."""
-        return cls([keys.contiguous() for keys in cache.keys], [values.contiguous() for values in cache.values])
+        keys, values = ({i: each.contiguous() for i, each in kept.items()} for kept in (cache.keys, cache.values))
+        return cls(keys, values)
 
 
 def measure(plan: Plan, num_rows: int, bytes_a_second: float) -> Iterator[Line]:

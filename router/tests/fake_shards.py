@@ -130,7 +130,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         await self.server.stop(None)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
-        capabilities = frozenset() if self.is_plain else frozenset(Capability)
+        capabilities = frozenset() if self.is_plain else frozenset(Capability) - {Capability.STATE_SLOTS}
         info = ShardInfo(
             rank=self.rank,
             world_size=len(self.urls),

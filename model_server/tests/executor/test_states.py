@@ -15,8 +15,8 @@ from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import InvalidRequest, NotEnoughMemory
-from funitel.proto.step import Generation, RowUpdate, StateSave, WarmupLimits
+from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError
+from funitel.proto.step import Capability, Generation, RowUpdate, StateSave, WarmupLimits
 from funitel_testing.executors import chunk, collect, decode, ids_of, load_executor, prefill, run_alone, run_out, start
 from funitel_testing.tiny import byte_tokenizer
 from funitel_testing.zoo import ZOO
@@ -127,7 +127,8 @@ def served(folder: Path, **settings: Any) -> Any:
 
 def test_the_router_is_told_of_the_slots_and_of_the_prefix_cache(folder: Path) -> None:
     executor, info = served(folder, prefix_caching=True)
-    assert (info.use_prefix_caching, info.support_chunking, info.block_size) == (True, True, 4)
+    assert (info.use_prefix_caching, info.support_chunking, info.block_size) == (False, True, 4)
+    assert Capability.STATE_SLOTS in info.capabilities  # and use_prefix_caching is for routers that know of no states
     limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000, max_batch_size=2)
     result = executor.warmup([start(1, PROMPTS[1])], limits)
     layout = StateLayout.of(executor.spec, 1, 0)
@@ -138,6 +139,19 @@ def test_the_router_is_told_of_the_slots_and_of_the_prefix_cache(folder: Path) -
     attending = len(executor.spec.attention_layers)
     assert attending == 1
     assert result.kv_bytes == 501 * 4 * 2 * executor.spec.num_kv_heads * executor.spec.head_dim * 4
+
+
+def test_without_a_prefix_cache_there_are_no_slots_for_checkpoints(folder: Path) -> None:
+    executor, info = served(folder, prefix_caching=False)
+    assert (info.use_prefix_caching, Capability.STATE_SLOTS in info.capabilities) == (False, False)
+    limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000, max_batch_size=3)
+    assert executor.warmup([start(1, PROMPTS[1])], limits).state_slots == 3
+
+
+def test_more_ranks_than_heads_of_states_are_refused() -> None:
+    spec = spec_of({"architectures": ["Qwen3NextForCausalLM"]})
+    with pytest.raises(SettingsError, match="--num-shard 33 is larger than the 32 heads of layers with a state"):
+        StateLayout.of(spec, 33, 0)
 
 
 def test_no_more_sequences_are_taken_than_have_a_slot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,5 +190,6 @@ def test_accounts_are_right_at_published_sizes() -> None:
     room = PoolRoom(20_000_000_000, 20_000_000_000, None, "", "")
     assert num_state_slots(room, layout.bytes_per_slot, 4) == 1 + 4 + pool_sizing.MIN_CHECKPOINTS
     assert num_state_slots(room, layout.bytes_per_slot, 62) == 126
+    assert num_state_slots(room, layout.bytes_per_slot, 64, has_prefix_cache=False) == 65
     assert room.without(125 * layout.bytes_per_slot).usual == 20_000_000_000 - 125 * 79_036_416
     assert num_state_slots(room, layout.bytes_per_slot, 1000) == 126

@@ -63,7 +63,7 @@ def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
         ("experts", _EXPERTS | {"score": "sparsemixer"}),
         ("experts", _EXPERTS | {"shared_scale": 0.5}),
         ("experts", _EXPERTS | {"is_input_scaled": True}),
-        ("layers", [{}, {"head_dim": 4}]),
+        ("layers", [{}, {"head_dim": 16}]),
         ("layers", [{}, {"kv_source": 0}]),
         ("layer_embeddings", {"size": 4, "vocab_size": 10}),
         ("has_layer_scale", True),

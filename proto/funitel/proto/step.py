@@ -24,6 +24,9 @@ class Capability(StrEnum):
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
     TOKEN_RULES = "token_rules"  # min_new_tokens, stop_token_ids, allowed_token_ids, banned_tokens; Lark grammars
     STRATEGIES = "strategies"  # strategy, and memories of steps
+    # Prefixes of a model with recurrent layers, with their states in slots that the router allocates. A TGI router has
+    # none, so `use_prefix_caching` is false for such a model.
+    STATE_SLOTS = "state_slots"
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 

@@ -155,6 +155,28 @@ def test_the_state_behind_an_evicted_block_is_forgotten() -> None:
     assert scheduler.blocks.states.num_used == 0
 
 
+def test_the_state_of_a_broken_sequence_is_shared_with_none() -> None:
+    scheduler, shard = make_scheduler(100), FakeShard()
+    prompt = COMMON[: 6 * BLOCK + 1]
+    run(scheduler, shard, sequence(0, prompt))
+    states = scheduler.blocks.states
+    assert states is not None
+    for i in range(6):  # the blocks are still there
+        states.withdraw(sequence(0, prompt).block_key(i, BLOCK))
+    shard.retain(set())
+    broken = sequence(1, prompt)
+    scheduler.add(broken)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.starts[0].state_saves
+    result = shard.step(plan)
+    result.generations[0].tokens.logprobs = (float("nan"),)
+    scheduler.commit(plan, result, 0.01)
+    assert broken.is_broken
+    assert states.num_cached == 0
+    assert states.num_used == 0
+
+
 def test_saves_of_steps_that_failed_are_lost_and_their_slots_are_free() -> None:
     scheduler = make_scheduler(100)
     only = sequence(0, COMMON)

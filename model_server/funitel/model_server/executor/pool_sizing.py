@@ -44,12 +44,13 @@ class PoolRoom:
         return replace(self, most=max(0, self.most - num_bytes), usual=max(0, self.usual - num_bytes))
 
 
-def num_state_slots(room: PoolRoom, bytes_per_slot: int, num_rows: int) -> int:
+def num_state_slots(room: PoolRoom, bytes_per_slot: int, num_rows: int, *, has_prefix_cache: bool = True) -> int:
     """Slots of a state pool for `num_rows` sequences and for checkpoints, or as many as half of the usual bytes hold.
 
     Slot 0 is no sequence's.
     """
-    return min(1 + num_rows + max(num_rows, MIN_CHECKPOINTS), int(room.usual * STATE_SHARE) // bytes_per_slot)
+    num_checkpoints = max(num_rows, MIN_CHECKPOINTS) if has_prefix_cache else 0
+    return min(1 + num_rows + num_checkpoints, int(room.usual * STATE_SHARE) // bytes_per_slot)
 
 
 class PoolMemory(Protocol):

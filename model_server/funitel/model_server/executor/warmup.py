@@ -235,7 +235,9 @@ class Warmup:
 
     def _num_slots(self, room: PoolRoom, layout: StateLayout, num_rows: int) -> int:
         """Slots of the state pool for `num_rows` sequences; as many on every rank."""
-        found = self._runner.parallel.smallest(num_state_slots(room, layout.bytes_per_slot, num_rows))
+        has_cache = self._runner.options.has_prefix_cache
+        wanted = num_state_slots(room, layout.bytes_per_slot, num_rows, has_prefix_cache=has_cache)
+        found = self._runner.parallel.smallest(wanted)
         if found < 2:
             raise NotEnoughMemory(
                 f"the states of a sequence take {layout.bytes_per_slot} bytes, and half of the {room.usual} bytes for "

@@ -11,6 +11,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.kv_cache.zeroed import zeros
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import StateSpec
+from funitel.proto.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def state_heads(state: StateSpec, size: int, rank: int) -> HeadSplit:
     Raises:
         SettingsError: more ranks than heads.
     """
+    if size > state.num_heads:
+        raise SettingsError(f"--num-shard {size} is larger than the {state.num_heads} heads of layers with a state")
     return HeadSplit.of(state.num_heads, state.num_groups, size, rank)
 
 

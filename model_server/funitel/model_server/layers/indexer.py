@@ -100,8 +100,12 @@ def attend_chosen(
             if chosen is not None:
                 is_seen &= torch.zeros_like(is_seen).scatter_(1, chosen, True)
         keys = keys.transpose(0, 1)[None]  # [1, 1, context, cached_dim]
-        q = query[start:end].transpose(0, 1)[None]
-        out[start:end] = masked_attention(q, keys, keys, is_seen, scale)[0].transpose(0, 1)
+        at_once = max(1, _MOST_SCORES // (query.shape[1] * is_seen.shape[1]))
+        for first in range(0, end - start, at_once):
+            part = slice(start + first, min(start + first + at_once, end))
+            q = query[part].transpose(0, 1)[None]
+            seen = is_seen[first : first + at_once]
+            out[part] = masked_attention(q, keys, keys, seen, scale)[0].transpose(0, 1)
     return out
 
 

@@ -139,6 +139,7 @@ def options_of(
         step_bytes=loaded.step_bytes,
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
+        has_prefix_cache=settings.prefix_caching,
     )
 
 
@@ -164,16 +165,21 @@ def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorPar
     return TensorParallel.join(settings.rank, settings.world_size, *address, device)
 
 
-def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded, vocab_size: int) -> ShardInfo:
-    """The facts this rank tells the router."""
+def info_of(
+    settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded, vocab_size: int, *, keeps_states: bool
+) -> ShardInfo:
+    """The facts this rank tells the router; `keeps_states`: of sequences, beside what is in blocks."""
+    rare = {Capability.FIRST_TOKEN}  # see load_seq2seq
+    if not (keeps_states and settings.prefix_caching):
+        rare.add(Capability.STATE_SLOTS)
     return ShardInfo(
         dtype=loaded.precision,
         device_type=options.device.type,
         support_chunking=settings.prefill_chunking,
-        use_prefix_caching=settings.prefix_caching,
+        use_prefix_caching=settings.prefix_caching and not keeps_states,
         attention_impl=TorchAttention.name,
         block_size=options.block_size,
-        capabilities=frozenset(Capability) - {Capability.FIRST_TOKEN},  # see load_seq2seq
+        capabilities=frozenset(Capability) - rare,
         rank=settings.rank,
         world_size=settings.world_size,
         weight_bytes=loaded.footprint.held_bytes,

@@ -60,7 +60,7 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         info,
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
         num_opening_tokens=NUM_OPENING_TOKENS,
-        capabilities=frozenset(Capability) if spec.is_multilingual else info.capabilities,
+        capabilities=info.capabilities | ({Capability.FIRST_TOKEN} if spec.is_multilingual else frozenset()),
         speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return executor, info

@@ -51,8 +51,9 @@ def _layer_problems(spec: ModelSpec) -> Iterator[str]:
 
 
 def _size_problems(spec: ModelSpec, state: StateSpec) -> Iterator[str]:
-    if not 1 <= state.conv_width <= MAX_WIDTH:
-        yield f"conv_width must be within 1..{MAX_WIDTH}, given {state.conv_width}"
+    least = 2 if isinstance(state, ShortConvSpec) else 1  # it keeps nothing but inputs of the convolution
+    if not least <= state.conv_width <= MAX_WIDTH:
+        yield f"conv_width must be within {least}..{MAX_WIDTH}, given {state.conv_width}"
     if isinstance(state, ShortConvSpec):
         if state.channels != spec.hidden_size:
             yield f"channels must be the hidden size of {spec.hidden_size}, given {state.channels}"

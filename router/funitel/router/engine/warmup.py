@@ -64,7 +64,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
         is_chunked=is_chunked,
-        has_prefix_cache=replica.info.use_prefix_caching and not is_plain,
+        has_prefix_cache=not is_plain
+        and (replica.info.use_prefix_caching or Capability.STATE_SLOTS in replica.capabilities),
         is_plain=is_plain,
         waiting_served_ratio=settings.waiting_served_ratio,
         max_waiting_tokens=settings.max_waiting_tokens,

@@ -254,6 +254,10 @@ class Scheduler:
         sequence.is_broken = True
         first = sequence.num_cached // self.blocks.block_size if sequence.output_ids else 0
         self.blocks.withdraw(sequence.blocks[first:])
+        if self.blocks.states is not None:  # also where the block of a key is another sequence's
+            size = self.blocks.block_size
+            for i in range(first, sequence.num_computed // size):
+                self.blocks.states.withdraw(sequence.block_key(i, size))
         self.remove(sequence)
 
     def _note_several_tokens(self, sequence: Sequence) -> None:

@@ -192,7 +192,7 @@ class Replica:
             decode_ns=slowest.decode_ns,
             total_ns=slowest.total_ns,
             concat_ns=slowest.concat_ns,
-            memories=slowest.memories,
+            memories=next((result.memories for result in results if result.memories), ()),
         )
         return StepAnswer(combined, results, ended)
 
