@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from funitel.model_server.hub import resolve
-from funitel_testing.servers import Server, run_launcher
+from funitel_testing.servers import Server, free_port, run_launcher
 from funitel_testing.tiny_encoders import save_tiny_encoder
 
 MODEL = "all-minilm-l6-v2"
@@ -92,6 +92,9 @@ def test_the_server_says_what_it_is_for(server: Server) -> None:
 
 def test_an_encoder_is_not_split(tmp_path: Path) -> None:
     save_tiny_encoder("Bert", "Model", tmp_path)
-    ended = run_launcher("--model-id", str(tmp_path), "--num-shard", "2", "--device", "cpu", timeout=180)
+    port = str(free_port())
+    ended = run_launcher(
+        "--model-id", str(tmp_path), "--num-shard", "2", "--device", "cpu", "--port", port, timeout=180
+    )
     assert ended.code == 1
     assert "--num-shard 2: an encoder is not split over shards" in ended.last_line

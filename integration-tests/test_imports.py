@@ -16,6 +16,7 @@ PORTIONS = ("proto", "router", "model_server", "launcher", "llm")
 PURE_PACKAGES = ("funitel.router.scheduler", "funitel.router.kv_cache")
 PURE_MODULES = (
     "funitel.proto.step",
+    "funitel.proto.strategy",
     "funitel.router.auth.rate_limit",
     "funitel.router.core.request",
     "funitel.router.encoder.queue",
