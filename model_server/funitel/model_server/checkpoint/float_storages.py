@@ -30,10 +30,7 @@ class Float8Storage(QuantizedStorage):
 
     def __init__(self, files: Files, stem: str, quantization: Quantization) -> None:
         super().__init__(files, stem, quantization)
-        source = self._slice("weight")
-        self.shape = matrix_shape(source, f"{stem}.weight")
-        if source.get_dtype() != self.dtype:
-            raise WeightsError(f"tensor {stem}.weight is {source.get_dtype()}, expected {self.dtype} beside its scales")
+        self.shape = self._shape_of_weight()
         is_inverse = quantization.group_size != -1 and not quantization.is_compressed
         given = [name for name in self.marks if f"{stem}.{name}" in self.names]
         self._part = given[-1] if given else "weight_scale_inv" if is_inverse else "weight_scale"

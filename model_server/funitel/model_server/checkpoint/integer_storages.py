@@ -137,10 +137,7 @@ class IntegerStorage(QuantizedStorage):
 
     def __init__(self, files: Files, stem: str, quantization: Quantization) -> None:
         super().__init__(files, stem, quantization)
-        source = self._slice("weight")
-        self.shape = matrix_shape(source, f"{stem}.weight")
-        if source.get_dtype() != self.dtype:
-            raise WeightsError(f"tensor {stem}.weight is {source.get_dtype()}, expected {self.dtype} beside its scales")
+        self.shape = self._shape_of_weight()
         self._is_symmetric = f"{stem}.weight_zero_point" not in self.names
         self._is_whole = quantization.group_size == -1 and prod(self._slice("weight_scale").get_shape()) == 1
         for part in ("weight_scale",) if self._is_symmetric else ("weight_scale", "weight_zero_point"):

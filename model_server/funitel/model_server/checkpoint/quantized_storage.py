@@ -55,6 +55,14 @@ class QuantizedStorage(Storage):
             raise WeightsError(f"the checkpoint lacks tensor {name}")
         return self._files[name].get_slice(name)
 
+    def _shape_of_weight(self) -> tuple[int, int]:
+        """Outputs and inputs of the matrix called weight, which must have the type `dtype`."""
+        source, name = self._slice("weight"), f"{self.stem}.weight"
+        shape = matrix_shape(source, name)
+        if source.get_dtype() != self.dtype:
+            raise WeightsError(f"tensor {name} is {source.get_dtype()}, expected {self.dtype} beside its scales")
+        return shape
+
     def _whole(self, part: str) -> torch.Tensor:
         values: torch.Tensor = self._slice(part)[:]
         return values
