@@ -27,7 +27,7 @@ def spec_from(name: str, **changes: Any) -> ModelSpec:
         ("qwen3_next", {"linear_value_head_dim": -8}, "delta_net.value_dim must be within 1..8192, given -8"),
         ("qwen3_next", {"linear_conv_kernel_dim": 0}, "delta_net.conv_width must be within 1..64, given 0"),
         ("qwen3_next", {"linear_conv_kernel_dim": "4"}, "delta_net.conv_width must be an integer"),
-        ("lfm2", {"conv_L_cache": 0}, "short_conv.conv_width must be within 1..64, given 0"),
+        ("lfm2", {"conv_L_cache": 0}, "short_conv.conv_width must be within 2..64, given 0"),
         ("bamba", {"mamba_n_groups": 4}, "mamba2.num_heads must be a multiple of num_groups, given 6 and 4"),
         ("bamba", {"mamba_d_state": 0}, "mamba2.state_dim must be within 1..8192, given 0"),
         ("bamba", {"mamba_n_heads": 5}, "mamba_n_heads 5 of mamba_d_head 16 must be 96"),
