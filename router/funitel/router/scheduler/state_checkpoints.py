@@ -41,25 +41,28 @@ class StateCheckpoints:
     def usable_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """Of the first `num_blocks` blocks of a sequence, those up to the last checkpoint."""
         size, states = self._block_size, self._states
-        return next((i for i in range(num_blocks, 0, -1) if sequence.block_key(i - 1, size) in states), 0)
+        return next((i for i in range(num_blocks, 0, -1) if self._key(sequence, i * size) in states), 0)
 
     def is_expected(self, sequence: Sequence, num_blocks: int, other: Sequence) -> bool:
         """Whether `other`, which runs, will save a state beyond `num_blocks` that a waiting sequence may begin from."""
         if other.state is None:
             return False
-        size = self._block_size
+        least = max(num_blocks * self._block_size, other.num_computed)
         return any(
-            max(num_blocks * size, other.num_computed) < each < sequence.num_known
-            and sequence.block_key(each // size - 1, size) == other.block_key(each // size - 1, size)
+            least < each < sequence.num_known and self._key(sequence, each) == self._key(other, each)
             for each in other.state.borders
         )
+
+    def _key(self, sequence: Sequence, position: int) -> bytes:
+        """Key of the state after `position` tokens, a border of blocks: that of the block before it."""
+        return sequence.block_key(position // self._block_size - 1, self._block_size)
 
     # A sequence's life ----------------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence, num_matched: int) -> None:
         """Give a sequence that enters behind `sequence.num_cached` tokens a slot; `num_matched` blocks are cached."""
         if sequence.num_cached:
-            key = sequence.block_key(sequence.num_cached // self._block_size - 1, self._block_size)
+            key = self._key(sequence, sequence.num_cached)
             row = StateRow(*self._states.allocate_from(key), num_known=sequence.num_known)
         else:
             slot = self._states.allocate()
@@ -114,7 +117,7 @@ class StateCheckpoints:
         row = sequence.state
         while row is not None and row.saves and row.saves[0].position <= sequence.num_computed:
             save = row.saves.pop(0)
-            key = sequence.block_key(save.position // self._block_size - 1, self._block_size)
+            key = self._key(sequence, save.position)
             self._states.publish(save.slot, key)
             if save.position > row.num_known:  # of the completion
                 if row.latest is not None and row.latest != key:
@@ -137,7 +140,5 @@ class StateCheckpoints:
         while distance < last - begin:
             borders.append((last - distance) // size * size)
             distance *= 2
-        kept = dict.fromkeys(
-            each for each in borders if each > begin and sequence.block_key(each // size - 1, size) not in self._states
-        )
+        kept = dict.fromkeys(each for each in borders if each > begin and self._key(sequence, each) not in self._states)
         return tuple(sorted(list(kept)[: self._max_of_prompt]))
