@@ -153,6 +153,7 @@ TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup"
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
 OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop", "TokenSequence"}
 OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory", "StateSave"}
+OUR_MESSAGES |= {f"{call}Adapter{kind}" for call in ("Load", "Unload") for kind in ("Request", "Response")}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_ENUMS = {
     "EncoderTask": {

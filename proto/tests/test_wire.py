@@ -116,6 +116,7 @@ STARTS = st.builds(
     state_from=U32,
     state_saves=some(st.builds(StateSave, U32, U32)),
     mirostat_mu=st.none() | SHORT,
+    speculate=U32,
 )
 ROWS = some(
     st.builds(
@@ -124,6 +125,7 @@ ROWS = some(
         blocks=some(U32),
         chunk_len=st.none() | U32,
         state_saves=some(st.builds(StateSave, U32, U32)),
+        speculate=st.none() | U32,
     )
 )
 CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)

@@ -74,6 +74,16 @@ class TextGenerationServiceStub(object):
                 request_serializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/generate.v3.TextGenerationService/LoadAdapter',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/generate.v3.TextGenerationService/UnloadAdapter',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.Encode = channel.unary_unary(
                 '/generate.v3.TextGenerationService/Encode',
                 request_serializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
@@ -150,6 +160,20 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Read an adapter's weights aside from the steps, on every rank, so that later steps may name it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Drop an adapter's weights; no running sequence may use it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Encode(self, request, context):
         """Read texts whole, where the model is an encoder; such a shard answers no Warmup, Prefill, Decode or FilterBatch.
         """
@@ -213,6 +237,16 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.CompileGrammar,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'Encode': grpc.unary_unary_rpc_method_handler(
                     servicer.Encode,
@@ -446,6 +480,60 @@ class TextGenerationService(object):
             '/generate.v3.TextGenerationService/CompileGrammar',
             funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/LoadAdapter',
+            funitel_dot_proto_dot_generate__pb2.LoadAdapterRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/UnloadAdapter',
+            funitel_dot_proto_dot_generate__pb2.UnloadAdapterRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

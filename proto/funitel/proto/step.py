@@ -27,6 +27,10 @@ class Capability(StrEnum):
     # Prefixes of a model with recurrent layers, with their states in slots that the router allocates. A TGI router has
     # none, so `use_prefix_caching` is false for such a model.
     STATE_SLOTS = "state_slots"
+    ADAPTERS = "adapters"  # adapter_id, LoadAdapter and UnloadAdapter
+    # Drafts that the shard makes and verifies: `speculate` of sequences and rows, `num_accepted` of generations.
+    SPECULATION = "speculation"
+    BLOCK_FORKS = "block_forks"  # copies from block to block
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
@@ -190,6 +194,7 @@ class SequenceStart:
     state_from: int = 0  # slot that is copied there before the step computes; 0: the state begins with zeros
     state_saves: tuple[StateSave, ...] = ()  # in the first step
     mirostat_mu: float | None = None  # what mirostat had come to with `output_ids`
+    speculate: int = 0  # maximum of draft tokens that a decode step verifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +205,17 @@ class RowUpdate:
     blocks: tuple[int, ...] = ()
     chunk_len: int | None = None  # None: one token if decoding; 0: no token in this step
     state_saves: tuple[StateSave, ...] = ()
+    speculate: int | None = None  # maximum of draft tokens of a decode step, from this one on; None: as before
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy between a block of the KV pool and a slot of host memory, before the step computes."""
+    """A copy between a block of the KV pool and a slot of host memory, or another block, before the step computes."""
 
     block: int
     slot: int
     is_load: bool  # from the slot into the block
+    to_block: int | None = None  # given: `block` is copied there, and slot and is_load are 0 and False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +282,7 @@ class Generation:
     prefill_tokens: Tokens | None = None
     prompt_top: PromptTop | None = None  # beside prefill_tokens, where it was asked for
     finished: GeneratedText | None = None
+    num_accepted: int = 0  # leading tokens that are accepted drafts, with computed KV
 
     @property
     def is_plain(self) -> bool:
@@ -303,6 +311,8 @@ class StepResult:
     num_forward_tokens: int = 0
     # Request id and `mirostat_mu` behind the tokens of this step; lost on the wire where it brings no tokens.
     memories: tuple[tuple[int, float], ...] = ()
+    num_draft_tokens: int = 0  # verified in this step
+    num_accepted_tokens: int = 0  # of these, the ones that became tokens of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +378,8 @@ class ShardInfo:
     step_socket: str = ""  # path of a Unix socket that also takes numbered calls, see `step_socket`
     vocab_size: int = 0  # 0 if unknown
     num_opening_tokens: int = 0  # tokens that the shard appends to every prompt for a decoder, each in a KV slot
+    max_lora_rank: int = 0  # of adapters that can be loaded; 0: the model takes none
+    drafter: str = ""  # what makes draft tokens, for example ngram; empty: nothing does
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,12 +144,14 @@ def encode_decode(
 
 
 def _encode_copy(copy: BlockCopy) -> pb.BlockCopy:
-    return pb.BlockCopy(block=copy.block, slot=copy.slot, is_load=copy.is_load)
+    return pb.BlockCopy(block=copy.block, slot=copy.slot, is_load=copy.is_load, to_block=copy.to_block)
 
 
 def decode_copies(messages: Iterable[pb.BlockCopy]) -> tuple[BlockCopy, ...]:
     """Read the copies of a call, in order."""
-    return tuple(BlockCopy(message.block, message.slot, message.is_load) for message in messages)
+    return tuple(
+        BlockCopy(m.block, m.slot, m.is_load, m.to_block if m.HasField("to_block") else None) for m in messages
+    )
 
 
 def encode_cached(batch: CachedBatch) -> pb.CachedBatch:
@@ -174,6 +176,7 @@ def _encode_row(row: RowUpdate) -> pb.RowUpdate:
         blocks=row.blocks,
         chunk_len=row.chunk_len,
         state_saves=map(_encode_save, row.state_saves),
+        speculate=row.speculate,
     )
 
 
@@ -185,6 +188,7 @@ def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
             tuple(m.blocks),
             m.chunk_len if m.HasField("chunk_len") else None,
             _decode_saves(m.state_saves),
+            m.speculate if m.HasField("speculate") else None,
         )
         for m in messages
     )
@@ -221,6 +225,9 @@ def encode_result(result: StepResult, response: StepResponse, *, in_columns: boo
     response.num_forwards = result.num_forwards
     response.num_forward_rows = result.num_forward_rows
     response.num_forward_tokens = result.num_forward_tokens
+    if result.num_draft_tokens:
+        response.num_draft_tokens = result.num_draft_tokens
+        response.num_accepted_tokens = result.num_accepted_tokens
     if result.memories:
         response.memories.extend(pb.StrategyMemory(request_id=i, mirostat_mu=mu) for i, mu in result.memories)
 
@@ -245,6 +252,8 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
         num_forward_rows=response.num_forward_rows,
         num_forward_tokens=response.num_forward_tokens,
         memories=_decode_memories(response) if others else (),
+        num_draft_tokens=response.num_draft_tokens,
+        num_accepted_tokens=response.num_accepted_tokens,
     )
 
 
@@ -301,6 +310,7 @@ def _encode_generation(generation: Generation) -> pb.Generation:
         tokens=_encode_tokens(generation.tokens),
         generated_text=None if finished is None else _encode_finished(finished),
         top_tokens=map(_encode_tokens, generation.top_tokens),
+        num_accepted=generation.num_accepted,
     )
 
 
@@ -319,6 +329,8 @@ def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
     tokens = _decode_tokens(message.tokens)
     if not tokens.ids:
         raise ValueError(f"request {message.request_id} got no token")
+    if message.num_accepted >= len(tokens.ids):
+        raise ValueError(f"of {len(tokens.ids)} tokens of request {message.request_id}, {message.num_accepted} are drafts")
     _check_ids(tokens.ids, vocab_size)
     finished = None
     if message.HasField("generated_text"):
@@ -332,6 +344,7 @@ def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
         prefill_tokens=_decode_tokens(message.prefill_tokens) if message.HasField("prefill_tokens") else None,
         prompt_top=_decode_top(message) if message.HasField("prompt_top") else None,
         finished=finished,
+        num_accepted=message.num_accepted,
     )
 
 
