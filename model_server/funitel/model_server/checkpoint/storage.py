@@ -19,6 +19,7 @@ from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.proto.errors import WeightsError
 
 Range = tuple[int, int]
+Part = tuple[str, int, Range]  # checkpoint name, outputs of the whole layer, this rank's rows
 
 
 def part_shape(shape: Sequence[int], rows: Range | None, columns: Range | None) -> list[int]:

@@ -6,13 +6,13 @@ from itertools import chain
 
 import torch
 
-from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import kind_of, matrix_bytes, runs_of_one_kind
 from funitel.model_server.cpu.native import NativeEngine, NormRecord
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.layers.linear import Part, read_head_norm
+from funitel.model_server.layers.linear import read_head_norm
 from funitel.model_server.layers.rotary import Rotary, alibi_slopes, sinusoids
 from funitel.model_server.spec.model_spec import ModelSpec, Norm, Position, QkNorm, RotarySpec
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from funitel.model_server.adapters.registry import AdapterRegistry
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.executor.row_rules import RowBeginning, RowRules
 from funitel.model_server.sampling.grammar import FollowerState, GrammarCompiler, GrammarState
@@ -33,14 +34,9 @@ class StepBounds:
 
 def check_supported(start: SequenceStart, vocab_size: int, *, takes_first_token: bool) -> None:
     """Raise InvalidRequest for what no step could give."""
-    asked = {
-        "adapter_id": start.adapter_id is not None,
-        "first_token": start.sampling.first_token is not None and not takes_first_token,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise InvalidRequest(f"{name} is not supported by this shard")
     first_token = start.sampling.first_token
+    if first_token is not None and not takes_first_token:
+        raise InvalidRequest("first_token is not supported by this shard")
     if first_token is not None and first_token >= vocab_size:
         raise InvalidRequest(f"first_token must be within 0..{vocab_size - 1}, given {first_token}")
     temperature = start.sampling.temperature
@@ -163,9 +159,11 @@ class RowAdmission:
         options: ExecutorOptions,
         rules: RowRules,
         table: SequenceTable,
+        adapters: AdapterRegistry,
         *,
         samples: bool,
     ) -> None:
+        self.adapters = adapters
         self.grammars = GrammarCompiler(codec.path, vocab_size, options.eos_token_ids)
         self._vocab_size = vocab_size
         self._codec = codec
@@ -181,6 +179,7 @@ class RowAdmission:
             InvalidRequest: it contradicts itself, or asks for what this shard cannot do; nothing has changed.
         """
         check_supported(start, self._vocab_size, takes_first_token=self._rules.takes_first_token)
+        adapter = None if start.adapter_id is None else self.adapters.get(start.adapter_id)
         prompt = self.prompt_of(start)
         tokens = [*prompt, *start.output_ids]
         if not prompt or max(tokens) >= self._vocab_size:
@@ -192,6 +191,7 @@ class RowAdmission:
             raise InvalidRequest(f"cache_len {start.cache_len} must be < the {len(tokens)} tokens known")
         check_addresses(start, bounds)
         row = self._row(self._rules.begin(start, prompt))
+        row.adapter = adapter
         try:
             self._table.grant(row, start.blocks)
         except InvalidRequest:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from funitel.model_server.adapters.registry import Adapter, AdapterRegistry
 from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import RowAdmission, check_step
@@ -45,6 +46,7 @@ class Executor:
 
     Args:
         rules: what the model does with a sequence: a decoder's, or an encoder-decoder's.
+        adapters: of this model; None: it takes none.
         sampling: makes what samples: on the host before the next step, or on the device while that is launched.
     """
 
@@ -58,6 +60,7 @@ class Executor:
         options: ExecutorOptions,
         sampling: MakeSampling = SyncSampling,
         rules: RowRules | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self.spec = spec
         self.codec = codec
@@ -67,7 +70,9 @@ class Executor:
         rules = rules or (RowRules() if pools.state_layout is None else StateRules())
         table = self.batches.table
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
-        self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, samples=parallel.rank == 0)
+        self.adapters = adapters or AdapterRegistry(None, 0, "this model takes none")
+        samples = parallel.rank == 0
+        self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, self.adapters, samples=samples)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
         self.sampling = sampling(self.runner, self.batches, self.output)
         self.profiler = Warmup(self.runner, self.admission, self.sampling, codec)
@@ -78,6 +83,7 @@ class Executor:
         Raises: see `Warmup.run`.
         """
         self.clear()
+        self.adapters.clear()  # a router that begins anew knows of none
         self.batches.max_prefill_tokens = limits.max_prefill_tokens
         return self.profiler.run(starts, limits)
 
@@ -142,6 +148,22 @@ class Executor:
             InvalidRequest: it is malformed, or cannot be kept over this model's tokens.
         """
         self.admission.grammars.compile(kind, text)
+
+    def load_adapter(self, adapter_id: str, path: str) -> Adapter:
+        """Load an adapter, so that later steps may name it. May be called from any thread.
+
+        Raises:
+            InvalidRequest: it cannot be used; nothing has changed.
+        """
+        return self.adapters.load(adapter_id, path, self.batches.has_adapter)
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        """Forget an adapter; its memory is free when no row has it. May be called from any thread.
+
+        Raises:
+            InvalidRequest: there is none of this id.
+        """
+        self.adapters.unload(adapter_id)
 
     def _prefill(
         self,

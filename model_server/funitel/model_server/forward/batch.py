@@ -1,13 +1,14 @@
 """The forward batch, one step's rows as tensors, without global context; and the interface of a forward over it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from funitel.model_server.adapters.registry import Adapter
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.proto.step import StateSave
@@ -22,7 +23,7 @@ class RowSpan:
     "all". `prompt_len` is that of the sequence, 0 where it does not matter. The first `source_len` tokens of a sequence
     are what an encoder reads; it does so in the step that has them as `source`. `state_slot` is where the sequence's
     state lies, for models that keep one; a row that starts at 0 finds it cleared. Of `state_saves` those at positions
-    that no token of the step reaches change nothing.
+    that no token of the step reaches change nothing. `adapter` is added to the weights; None: the base's alone.
     """
 
     tokens: Sequence[int]
@@ -34,6 +35,7 @@ class RowSpan:
     source: Sequence[int] = ()
     state_slot: int = 0  # that of no sequence
     state_saves: tuple[StateSave, ...] = ()
+    adapter: Adapter | None = None
 
     @property
     def end(self) -> int:
@@ -51,6 +53,15 @@ class StateSegment:
     saves: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterGroup:
+    """The rows of a step that have the same adapter."""
+
+    adapter: Adapter
+    tokens: torch.Tensor  # [n] int64, places among the tokens of the batch
+    logits: torch.Tensor  # [m] int64, places among its logits
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """The sequences of one forward, tokens of all rows back to back, single-token rows first.
@@ -63,6 +74,7 @@ class ForwardBatch:
     block_size: int
     input_ids: torch.Tensor  # [num_tokens] int64
     logit_indices: torch.Tensor  # [num_logits] int64
+    adapters: tuple[AdapterGroup, ...] = field(default=(), kw_only=True)
 
     @classmethod
     def build(
@@ -88,6 +100,7 @@ class ForwardBatch:
             block_size=block_size,
             input_ids=_filled_in(_tensor(input_ids, device), device_tokens),
             logit_indices=_tensor(wanted, device),
+            adapters=_groups(spans, first, wanted, device) if any(span.adapter for span in spans) else (),
         )
 
     def of_rows(self, first: int, last: int) -> "ForwardBatch":
@@ -167,6 +180,24 @@ def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:
     for line, row, num_blocks in zip(tables, rows, used, strict=True):
         line[:num_blocks] = row.block_table[:num_blocks]
     return tables
+
+
+def _groups(
+    spans: Sequence[RowSpan], first: Sequence[int], wanted: Sequence[int], device: torch.device
+) -> tuple[AdapterGroup, ...]:
+    """Tokens and logits by adapter, of rows that begin at `first`; `wanted` are the tokens with logits."""
+    tokens: dict[Adapter, list[int]] = {}
+    for begin, span in zip(first, spans, strict=True):
+        if span.adapter is not None:
+            tokens.setdefault(span.adapter, []).extend(range(begin, begin + len(span.tokens)))
+    owners = {token: adapter for adapter, own in tokens.items() for token in own}
+    logits: dict[Adapter, list[int]] = {adapter: [] for adapter in tokens}
+    for place, token in enumerate(wanted):
+        if token in owners:
+            logits[owners[token]].append(place)
+    return tuple(
+        AdapterGroup(adapter, _tensor(own, device), _tensor(logits[adapter], device)) for adapter, own in tokens.items()
+    )
 
 
 def _filled_in(ids: torch.Tensor, device_tokens: torch.Tensor | None) -> torch.Tensor:

@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates, state_heads
-from funitel.model_server.layers.linear import ColumnLinear, Part, RowLinear
+from funitel.model_server.layers.linear import ColumnLinear, RowLinear
 from funitel.model_server.layers.linear_attention import attend_by_delta, attend_once_by_delta
 from funitel.model_server.layers.state_scan import Convolution, StateScan
 from funitel.model_server.spec.model_spec import ModelSpec

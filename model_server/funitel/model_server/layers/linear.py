@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.adapters.sites import Site
+from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.device.torch_import import seeded_generator
@@ -22,8 +23,6 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
 }
 _XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
-
-Part = tuple[str, int, Range]  # checkpoint name, outputs of the whole layer, this rank's rows
 
 
 class Matmul:
@@ -201,6 +200,10 @@ def read_head_norm(spec: ModelSpec, weights: Weights, name: str, num_heads: int,
     return weights.read(name, [num_heads, dim], rows=mine)
 
 
+Delta = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What adapters make of the outputs [rows, outputs] of a layer on inputs [rows, inputs]; for a table inputs are ids."""
+
+
 class ColumnLinear:
     """Linear layers on the same input, split by output and packed into one matmul; every rank keeps its own outputs.
 
@@ -208,16 +211,20 @@ class ColumnLinear:
     one packed tensor.
     """
 
+    delta: Delta | None = None
+
     def __init__(
         self, weights: Weights, parts: Sequence[Part], num_inputs: int, *, has_bias: bool, is_transposed: bool
     ) -> None:
         bias: torch.Tensor | None = None
         if has_bias:
             bias = torch.cat([weights.read(f"{name}.bias", [size], rows=rows) for name, size, rows in parts])
+        self.site = Site(tuple(parts), num_inputs)
         self.matmul = read_product(weights, parts, num_inputs, bias=bias, is_transposed=is_transposed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.matmul(x)
+        y = self.matmul(x)
+        return y if self.delta is None else self.delta(x, y)
 
 
 class RowLinear:
@@ -225,6 +232,8 @@ class RowLinear:
 
     `dtype` is the precision of the product, where that is not the weights'.
     """
+
+    delta: Delta | None = None
 
     def __init__(
         self,
@@ -242,9 +251,10 @@ class RowLinear:
         self.parallel = parallel
         self.dtype = dtype
         bias = weights.read(f"{name}.bias", [num_outputs], dtype=dtype) if has_bias else None
+        self.site = Site(((name, num_outputs, (0, num_outputs)),), num_inputs, columns)
         self.matmul = read_product(
             weights,
-            [(name, num_outputs, (0, num_outputs))],
+            self.site.parts,
             num_inputs,
             bias=bias if parallel.rank == 0 else None,
             is_transposed=is_transposed,
@@ -257,7 +267,9 @@ class RowLinear:
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's inputs add to the result."""
-        return self.matmul(x if self.dtype is None else x.to(self.dtype))
+        x = x if self.dtype is None else x.to(self.dtype)
+        y = self.matmul(x)
+        return y if self.delta is None else self.delta(x, y)
 
 
 def heads_out(
@@ -272,21 +284,31 @@ def heads_out(
 class VocabEmbedding:
     """Token embedding split by vocabulary: each rank looks its own rows up, the sum is the embedding."""
 
+    delta: Delta | None = None
+
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, parallel: TensorParallel) -> None:
         self.parallel = parallel
         self.start, self.end = parallel.split(spec.vocab_size)
+        whole = (name, spec.table_size, (0, spec.table_size))
+        self.site = Site((whole,), spec.vocab_size, (self.start, self.end), is_table=True)
         self.weight = weights.read(f"{name}.weight", [spec.vocab_size, spec.table_size], rows=(self.start, self.end))
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return F.embedding(input_ids, self.weight)
+            whole = F.embedding(input_ids, self.weight)
+            return whole if self.delta is None else self.delta(input_ids, whole)
         is_foreign = (input_ids < self.start) | (input_ids >= self.end)
-        local = F.embedding((input_ids - self.start).masked_fill_(is_foreign, 0), self.weight)
+        places = (input_ids - self.start).masked_fill_(is_foreign, 0)
+        local = F.embedding(places, self.weight)
+        if self.delta is not None:
+            local = self.delta(places, local)
         return self.parallel.all_reduce(local.masked_fill_(is_foreign[:, None], 0))
 
 
 class VocabHead:
     """Hidden states -> logits, split by vocabulary and gathered on rank 0."""
+
+    delta: Delta | None = None
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, name: str, embedding: VocabEmbedding, parallel: TensorParallel
@@ -295,6 +317,7 @@ class VocabHead:
         self.vocab_size = spec.vocab_size
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
         shape, rows = [spec.vocab_size, spec.table_size], (embedding.start, embedding.end)
+        self.site = Site(((name, spec.vocab_size, rows),), spec.table_size, is_head=True)
         weight = embedding.weight if spec.is_tied else weights.read(f"{name}.weight", shape, rows=rows)
         if spec.is_head_normalized:
             weight = F.normalize(weight)
@@ -305,7 +328,8 @@ class VocabHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits [rows, vocab_size] in float32 on rank 0; None on the others."""
-        logits = self.matmul(hidden).float()
+        logits = self.matmul(hidden)
+        logits = (logits if self.delta is None else self.delta(hidden, logits)).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates
-from funitel.model_server.layers.linear import Part
+from funitel.model_server.checkpoint.storage import Part
 
 
 class Recurrence(Protocol):

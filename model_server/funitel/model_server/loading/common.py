@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
@@ -46,7 +47,8 @@ class Loaded:
 
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
     of a step of so many tokens, where it is known before. `takes_device_tokens`: of a batch's tokens it reads the
-    tensor alone, so that some may be known to the device only.
+    tensor alone, so that some may be known to the device only. `adapters` is what takes adapters; None: the model
+    takes none.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Loaded:
     footprint: Footprint
     step_bytes: Callable[[int], int] | None = None
     takes_device_tokens: bool = False
+    adapters: AdapterBase | None = None
 
 
 def in_torch(
@@ -169,9 +172,12 @@ def info_of(
     settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded, vocab_size: int, *, keeps_states: bool
 ) -> ShardInfo:
     """The facts this rank tells the router; `keeps_states`: of sequences, beside what is in blocks."""
+    max_lora_rank = settings.max_lora_rank if loaded.adapters is not None else 0
     rare = {Capability.FIRST_TOKEN}  # see load_seq2seq
     if not (keeps_states and settings.prefix_caching):
         rare.add(Capability.STATE_SLOTS)
+    if not max_lora_rank:
+        rare.add(Capability.ADAPTERS)
     return ShardInfo(
         dtype=loaded.precision,
         device_type=options.device.type,
@@ -186,6 +192,7 @@ def info_of(
         sharded_weight_bytes=loaded.footprint.sharded_bytes,
         total_sharded_weight_bytes=loaded.footprint.total_sharded_bytes,
         vocab_size=vocab_size,
+        max_lora_rank=max_lora_rank,
     )
 
 

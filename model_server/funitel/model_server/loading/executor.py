@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from funitel.model_server.adapters.registry import AdapterRegistry
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor, MakeSampling
 from funitel.model_server.executor.row_rules import RowRules
@@ -37,5 +38,6 @@ def make_executor(
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))
-    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules)
+    adapters = AdapterRegistry(loaded.adapters, settings.max_lora_rank, f"{spec.architecture} takes none here")
+    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules, adapters)
     return executor, info_of(settings, options, loaded, spec.vocab_size, keeps_states=pools.state_layout is not None)

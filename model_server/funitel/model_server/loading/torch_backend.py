@@ -10,6 +10,7 @@ from funitel.model_server.device.torch_import import register_shapes
 from funitel.model_server.kv_cache.pool import is_float8
 from funitel.model_server.loading.common import FLOAT8_KV, Loaded, in_torch, log_memory
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
+from funitel.model_server.models.adapters import take_adapters
 from funitel.model_server.models.cuda_graphs import recorded
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.fuse_elementwise import fuse_elementwise
@@ -33,8 +34,10 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     )
     weights.scales_kv = is_float8(kv_dtype)
     offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
+    takes_adapters = settings.max_lora_rank > 0 and offload is None
     decoder = Decoder(spec, weights, parallel, attention, offload)
     fuse_elementwise(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, kv_dtype)
     loaded = in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel, kv_dtype)
-    return replace(loaded, takes_device_tokens=True)
+    adapters = take_adapters(decoder, weights.prefix, weights.dtype, weights.device) if takes_adapters else None
+    return replace(loaded, takes_device_tokens=True, adapters=adapters)

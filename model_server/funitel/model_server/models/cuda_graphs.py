@@ -1,5 +1,7 @@
 """Decoding as CUDA graphs: a step of rows with one token each is recorded once for a bucket of rows, and replayed.
 
+A step with rows that have adapters is computed as it is.
+
 Launching a layer's kernels costs the host more than they cost the device when rows are few; a replay is one launch.
 A step takes the smallest bucket that holds it. Rows beyond its own are padding: they compute token 0 at position 0 of
 block 0, which is no sequence's, and what comes of it is not read.
@@ -195,7 +197,7 @@ class GraphedDecoder:
 
     def _bucket_of(self, batch: ForwardBatch) -> int | None:
         num_rows = len(batch.rows)
-        if batch.num_decode < num_rows or batch.logit_indices.shape[0] == 0:
+        if batch.num_decode < num_rows or batch.logit_indices.shape[0] == 0 or batch.adapters:
             return None
         return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
 

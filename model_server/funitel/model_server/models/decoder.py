@@ -13,6 +13,7 @@ from funitel.model_server.layers.delta_net import DeltaNet
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
+from funitel.model_server.layers.low_rank import LowRankStep
 from funitel.model_server.layers.mamba2 import Mamba2
 from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, sinusoids
@@ -35,6 +36,7 @@ class Decoder:
         names = spec.names
         self.spec = spec
         self.attention = attention
+        self.low_rank: LowRankStep | None = None
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.token_embedding = TokenEmbedding(spec, weights, parallel)
         self.offload = offload
@@ -75,6 +77,8 @@ class Decoder:
         """Run one forward with a plan of its attention; with tensors alone where the plan is."""
         if self.offload is not None:
             self.offload.begin()
+        if self.low_rank is not None:
+            self.low_rank.begin(batch)
         if cache.state_pool is not None:
             cache.state_pool.clear([row.state_slot for row in batch.rows if row.start == 0])
         x = self.token_embedding(batch)  # [num_tokens, hidden_size]

@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Executor as ThreadExecutor
-from typing import Any, NoReturn, TypeAlias
+from functools import partial
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
@@ -27,6 +28,8 @@ from funitel.proto.step import ShardInfo
 from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BYTES
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_REASON = 500  # characters of a reason that are printed
 
@@ -99,11 +102,18 @@ class Servicer(ShardServicer):
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         """Compile a grammar on a thread of its own; steps go on meanwhile."""
         kind = wire.decode_grammar_type(request.grammar_type)
-        try:
-            await asyncio.to_thread(self._executor.compile_grammar, kind, request.grammar)
-        except FunitelError as error:
-            await abort(context, error)
+        await self._aside(context, partial(self._executor.compile_grammar, kind, request.grammar))
         return pb.CompileGrammarResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        """Read an adapter on a thread of its own; steps go on meanwhile."""
+        adapter = await self._aside(context, partial(self._executor.load_adapter, request.id, request.path))
+        return pb.LoadAdapterResponse(bytes=adapter.weights.num_bytes, max_rank=adapter.max_rank)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        """Forget an adapter."""
+        await self._aside(context, partial(self._executor.unload_adapter, request.id))
+        return pb.UnloadAdapterResponse()
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         """Drop one or all cached batches."""
@@ -124,6 +134,13 @@ class Servicer(ShardServicer):
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         """Run one step of cached batches."""
         return await self._answer(context, self._dispatcher.decode, request)
+
+    async def _aside(self, context: Context, work: Callable[[], T]) -> T:
+        """Work on a thread aside from the steps; failures become gRPC statuses."""
+        try:
+            return await asyncio.to_thread(work)
+        except FunitelError as error:
+            await abort(context, error)
 
     async def _answer(self, context: Context, call: Callable[[Q, ReplyCallbacks[R]], None], request: Q) -> R:
         """Make a call on its loop and wait for what comes of it here; failures become gRPC statuses."""

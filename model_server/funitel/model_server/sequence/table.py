@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from funitel.model_server.adapters.registry import Adapter
 from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
@@ -41,6 +42,7 @@ class SequenceState:
     num_placeholders: int = 0  # tokens that a device has sampled, or will have, and the host does not know yet
     state_saves: tuple[StateSave, ...] = ()  # in the next step
     counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
+    adapter: Adapter | None = None
 
     @property
     def request_id(self) -> int:
@@ -154,6 +156,10 @@ class CachedBatches:
         self.table = SequenceTable(max_blocks=1)
         self._rows: dict[int, list[SequenceState]] = {}
         self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
+
+    def has_adapter(self, adapter: Adapter) -> bool:
+        """Whether a row has this adapter; may be asked from any thread."""
+        return any(row.adapter is adapter for rows in tuple(self._rows.values()) for row in tuple(rows))
 
     def __contains__(self, batch_id: int) -> bool:
         return batch_id in self._rows

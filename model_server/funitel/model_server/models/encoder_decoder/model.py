@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from funitel.model_server.checkpoint.storage import Part
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
@@ -11,7 +12,6 @@ from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.layers.linear import (
     ColumnLinear,
     NormLayer,
-    Part,
     VocabEmbedding,
     VocabHead,
     heads_out,

@@ -1,0 +1,111 @@
+"""The adapters of a shard: loaded and dropped by id, aside from the steps. A row of a step holds the adapter it uses."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from funitel.model_server.adapters.peft_folder import AdapterTensors, BaseModules, read_adapter
+from funitel.proto.errors import InvalidRequest, WeightsError
+
+
+class AdapterWeights(Protocol):
+    """An adapter's weights as what computes has them."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A loaded adapter. Its memory is free when neither the registry nor a row holds it."""
+
+    id: str
+    path: str
+    max_rank: int
+    weights: AdapterWeights
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """What takes the adapters of a model.
+
+    Attributes:
+        modules: matrices that take adapters.
+        place: makes of an adapter's tensors this rank's weights.
+        max_bytes: of the weights of an adapter of a rank, without what it saves whole.
+    """
+
+    modules: BaseModules
+    place: Callable[[AdapterTensors], AdapterWeights]
+    max_bytes: Callable[[int], int]
+
+
+class AdapterRegistry:
+    """Adapters by id. Every method may be called from any thread; a step sees an adapter whole or not at all.
+
+    Args:
+        base: what takes them; None where the model takes none, for `reason`.
+        max_rank: limit of ranks; 0: no adapter is taken.
+    """
+
+    def __init__(self, base: AdapterBase | None, max_rank: int, reason: str = "") -> None:
+        self.max_rank = 0 if base is None else max_rank
+        self._base = base
+        self._reason = reason if base is None else "--max-lora-rank is 0"
+        self._adapters: dict[str, Adapter] = {}
+        self._loading = threading.Lock()
+
+    def load(self, adapter_id: str, path: str, is_used: Callable[[Adapter], bool]) -> Adapter:
+        """Read the adapter in the folder `path`; one that is loaded from there already is returned as it is.
+
+        Raises:
+            InvalidRequest: it cannot be used, or its id is another's, of which `is_used`; nothing has changed.
+        """
+        base = self._base
+        if base is None or not self.max_rank:
+            raise InvalidRequest(f"adapter {adapter_id} cannot be loaded: {self._reason}")
+        if not adapter_id:
+            raise InvalidRequest("id of an adapter must not be empty")
+        with self._loading:
+            known = self._adapters.get(adapter_id)
+            if known is not None and known.path == path:
+                return known
+            if known is not None and is_used(known):
+                raise InvalidRequest(f"adapter {adapter_id} is in use from {known.path}: unload it before {path} is loaded")
+            try:
+                tensors = read_adapter(Path(path), base.modules, self.max_rank)
+            except (InvalidRequest, WeightsError) as error:
+                raise InvalidRequest(f"adapter {adapter_id} cannot be loaded: {error.message}") from error
+            loaded = Adapter(adapter_id, path, tensors.max_rank, base.place(tensors))
+            self._adapters[adapter_id] = loaded
+        return loaded
+
+    def unload(self, adapter_id: str) -> None:
+        """Forget an adapter; rows that hold it keep it.
+
+        Raises:
+            InvalidRequest: there is none of this id.
+        """
+        if self._adapters.pop(adapter_id, None) is None:
+            raise InvalidRequest(f"adapter {adapter_id} is not loaded")
+
+    def clear(self) -> None:
+        """Forget all adapters."""
+        self._adapters.clear()
+
+    def get(self, adapter_id: str) -> Adapter:
+        """The adapter of this id.
+
+        Raises:
+            InvalidRequest: there is none.
+        """
+        found = self._adapters.get(adapter_id)
+        if found is None:
+            why = "is not loaded" if self.max_rank else f"is not loaded: {self._reason}"
+            raise InvalidRequest(f"adapter_id {adapter_id} {why}", "adapter_id")
+        return found
+
+    def reserved_bytes(self, num_adapters: int) -> int:
+        """Bytes that so many adapters of the largest rank take."""
+        return num_adapters * self._base.max_bytes(self.max_rank) if self._base is not None else 0

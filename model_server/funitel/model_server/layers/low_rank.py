@@ -1,0 +1,119 @@
+"""Adapters in torch: what the rows of a step that have one add to the outputs of a layer, grouped by adapter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from funitel.model_server.adapters.peft_folder import AdapterTensors
+from funitel.model_server.adapters.sites import Site, SiteTensors, tensors_of
+from funitel.model_server.forward.batch import AdapterGroup, ForwardBatch
+from funitel.model_server.layers.linear import Matmul
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankSite:
+    """An adapter's weights of a site."""
+
+    shrink: Matmul | None
+    table: torch.Tensor | None  # [inputs, ranks] in place of `shrink`, of a table
+    expand: tuple[tuple[slice, slice, Matmul], ...]  # outputs, ranks and the matrix between
+    whole: Matmul | None
+    whole_table: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensors: SiteTensors, dtype: torch.dtype, device: torch.device, *, is_table: bool) -> "LowRankSite":
+        """The weights in the precision of the base, on its device."""
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=device, dtype=dtype).contiguous()
+
+        a, whole = tensors.a, tensors.whole
+        pieces = tensors.pieces if a is not None else ()
+        return cls(
+            None if a is None or is_table else Matmul(kept(a)),
+            kept(a.t()) if a is not None and is_table else None,
+            tuple(
+                (
+                    slice(piece.first_output, piece.first_output + piece.b.shape[0]),
+                    slice(piece.first_rank, piece.first_rank + piece.b.shape[1]),
+                    Matmul(kept(piece.b)),
+                )
+                for piece in pieces
+            ),
+            None if whole is None or is_table else Matmul(kept(whole)),
+            kept(whole) if whole is not None and is_table else None,
+        )
+
+    def base(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What takes the place of the base's outputs of rows, if anything."""
+        if self.whole_table is not None:
+            return F.embedding(x, self.whole_table)
+        return None if self.whole is None else self.whole(x)
+
+    def shrunk(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Rows times `a`, [rows, ranks]."""
+        if self.table is not None:
+            return F.embedding(x, self.table)
+        return None if self.shrink is None else self.shrink(x)
+
+
+class LowRankWeights:
+    """An adapter's weights by the number of their site."""
+
+    def __init__(self, sites: Mapping[int, LowRankSite], num_bytes: int) -> None:
+        self.sites = sites
+        self.num_bytes = num_bytes
+
+
+class LowRankStep:
+    """The rows of the step that is computed: the layers of a decoder share it."""
+
+    groups: Sequence[AdapterGroup] = ()
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """A step begins."""
+        self.groups = batch.adapters
+
+
+class LowRankDelta:
+    """The `Delta` of one site."""
+
+    def __init__(self, step: LowRankStep, number: int, site: Site) -> None:
+        self._step = step
+        self._number = number
+        self._is_head = site.is_head
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Change outputs `y` in place; a row's result does not depend on the others."""
+        for group in self._step.groups:
+            weights = group.adapter.weights
+            assert isinstance(weights, LowRankWeights)
+            own = weights.sites.get(self._number)
+            rows = group.logits if self._is_head else group.tokens
+            if own is not None and len(rows):
+                y[rows] = self._changed(own, x[rows], y[rows])
+        return y
+
+    def _changed(self, own: LowRankSite, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        base = own.base(x)
+        y = y if base is None else base.to(y.dtype)
+        shrunk = own.shrunk(x)
+        if shrunk is not None:
+            for outputs, ranks, matmul in own.expand:
+                y[:, outputs] += matmul(shrunk[:, ranks].contiguous()).to(y.dtype)
+        return y
+
+
+def place(sites: Sequence[Site], adapter: AdapterTensors, dtype: torch.dtype, device: torch.device) -> LowRankWeights:
+    """An adapter's weights of this rank."""
+    found: dict[int, LowRankSite] = {}
+    num_elements = 0
+    for number, site in enumerate(sites):
+        tensors = tensors_of(site, adapter)
+        if tensors is not None:
+            found[number] = LowRankSite.of(tensors, dtype, device, is_table=site.is_table)
+            kept = [tensors.a, tensors.whole, *(piece.b for piece in tensors.pieces)]
+            num_elements += sum(each.numel() for each in kept if each is not None)
+    return LowRankWeights(found, num_elements * dtype.itemsize)

@@ -1,0 +1,57 @@
+"""The layers of the torch decoder that take adapters."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from funitel.model_server.adapters.registry import AdapterBase
+from funitel.model_server.adapters.sites import base_modules, max_elements
+from funitel.model_server.layers.attention import Attention, LatentAttention
+from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from funitel.model_server.layers.low_rank import LowRankDelta, LowRankStep, place
+from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
+from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
+
+Taker = ColumnLinear | RowLinear | VocabEmbedding | VocabHead
+
+
+def take_adapters(decoder: Decoder, prefix: str, dtype: torch.dtype, device: torch.device) -> AdapterBase:
+    """Have a decoder add the adapters of its rows to its layers; `prefix` is that of its tensors' names."""
+    step = LowRankStep()
+    takers = list(_takers(decoder))
+    sites = [taker.site for taker in takers]
+    for number, taker in enumerate(takers):
+        taker.delta = LowRankDelta(step, number, taker.site)
+    decoder.low_rank = step
+    return AdapterBase(
+        modules=base_modules(sites, prefix),
+        place=partial(place, sites, dtype=dtype, device=device),
+        max_bytes=lambda rank: max_elements(sites, rank) * dtype.itemsize,
+    )
+
+
+def _takers(decoder: Decoder) -> Iterator[Taker]:
+    yield decoder.token_embedding.embedding
+    for layer in decoder.layers:
+        if isinstance(layer, AnyLayer):
+            yield from _of_layer(layer)
+    if not decoder.spec.is_head_normalized:
+        yield decoder.head
+
+
+def _of_layer(layer: AnyLayer) -> Iterator[Taker]:
+    """What computes every token of a step by its own weights: not experts, which compute some."""
+    mixer = layer.mixer if isinstance(layer, SingleBlockLayer) else layer.attention
+    if isinstance(mixer, Attention):
+        yield mixer.qkv
+        yield mixer.out
+        if mixer.gate is not None:
+            yield mixer.gate
+    elif isinstance(mixer, LatentAttention):
+        yield mixer.queries.up
+        yield mixer.out
+    mlp = layer.mlp.mlp if isinstance(layer.mlp, MlpAndExperts) else layer.mlp
+    if isinstance(mlp, Mlp):
+        yield mlp.up
+        yield mlp.down
