@@ -11,8 +11,6 @@ from funitel_testing.tiny_adapters import EIGHT, merge, save_adapter
 
 
 def test_thin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from funitel.model_server.loading import decoder as loading
-    monkeypatch.setattr(loading, "load_fused", lambda *_: None)
     base = save_tiny("llama", tmp_path / "base")
     executor = load_executor(base)
     for i, made in enumerate(EIGHT):

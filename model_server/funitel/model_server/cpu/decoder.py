@@ -9,6 +9,7 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import has_partial
+from funitel.model_server.cpu.low_rank import addresses
 from funitel.model_server.cpu.native import DONE, Batch, Buffer, NativeEngine, Warp
 from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.cpu.program import Program
@@ -94,6 +95,7 @@ class FusedDecoder:
         # Arrays of Python's own: for few rows these cost a fraction of what numpy's do.
         starts = array("i", [row.start for row in batch.rows])
         lengths = array("i", [len(row.tokens) for row in batch.rows])
+        adapters = addresses(batch) if batch.adapters else None
         tables, table_starts = array("i"), array("i")
         for row in batch.rows:
             table_starts.append(len(tables))
@@ -113,6 +115,7 @@ class FusedDecoder:
             x=x.data_ptr(),
             partial=partial.data_ptr(),
             logits=logits.data_ptr(),
+            adapters=None if adapters is None else _address(adapters),
         )
         at = self._engine.run(request, 0)
         while at != DONE:

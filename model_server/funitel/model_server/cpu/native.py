@@ -118,6 +118,36 @@ class MixtureRecord(ctypes.Structure):
     ]
 
 
+class LowRankPiece(ctypes.Structure):
+    """Outputs of a matrix that grow by an adapter; see `low_rank.h`."""
+
+    _fields_ = [
+        ("b", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("first_rank", "rank", "part", "first", "count")),
+    ]
+
+
+class LowRankSite(ctypes.Structure):
+    """What an adapter has of a matrix."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "pieces", "whole")),
+        *((name, ctypes.c_int32) for name in ("num_ranks", "num_pieces")),
+    ]
+
+
+class LowRankTable(ctypes.Structure):
+    """What an adapter has of the embedding."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("a", "b", "whole")), ("num_ranks", ctypes.c_int32)]
+
+
+class LowRankAdapter(ctypes.Structure):
+    """An adapter: its sites by the index of the matrix, and the embedding."""
+
+    _fields_ = [("sites", ctypes.c_void_p), ("table", LowRankTable)]
+
+
 class Batch(ctypes.Structure):
     """One step's rows and where its results go; the caller keeps the memory alive."""
 
@@ -136,6 +166,7 @@ class Batch(ctypes.Structure):
                 "x",
                 "partial",
                 "logits",
+                "adapters",
             )
         ),
     ]

@@ -29,7 +29,8 @@ class Program:
     """This rank's share of a model as an engine's program. Takes every tensor of `weights` and refuses leftovers.
 
     `held_bytes`, `sharded_bytes` and `total_sharded_bytes` are those of `Weights`, of what the engine keeps. `kinds`
-    says how each matrix but routers is kept, by the names of its layers; `kv_kind` how keys and values are.
+    says how each matrix but routers is kept, by the names of its layers; `kv_kind` how keys and values are. `sites` are
+    the parts of matrices that every token passes, by their index in the engine; the head's is `head`.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Program:
         )
         self._do = self._blocks.do
         self._compile()
+        linear = {operation.a for operation in self._operations if operation.code == Code.LINEAR}
+        self.sites = {index: parts for index, parts in self._matrices.sites.items() if index in linear}
         self.held_bytes = self._matrices.held_bytes + self._vectors.held_bytes
         self.sharded_bytes = self._matrices.sharded_bytes
         self.total_sharded_bytes = self._matrices.total_sharded_bytes
@@ -115,6 +118,7 @@ class Program:
         self._starts.append(len(self._operations))
         final = self._vectors.norm(weights.prefix + names.final_norm) if names.final_norm else NONE
         head = embedding if spec.is_tied else self._matrices.vocabulary(names.head, head_bias)
+        self.head = head
         self._do(Code.SELECT)
         self._blocks.enter(final, head)
         self._do(Code.LINEAR, head, Mode.STORE, Buffer.LOGITS)

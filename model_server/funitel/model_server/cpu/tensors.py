@@ -6,6 +6,7 @@ from itertools import chain
 
 import torch
 
+from funitel.model_server.adapters.sites import Site
 from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import kind_of, matrix_bytes, runs_of_one_kind
@@ -119,11 +120,18 @@ class _Piece:
     bias: torch.Tensor | None = None
 
 
+def _site(pieces: Sequence[_Piece]) -> Site:
+    """A part of a matrix as adapters see it."""
+    parts = tuple((piece.layer, piece.num_outputs, piece.rows or (0, piece.num_outputs)) for piece in pieces)
+    return Site(parts, pieces[0].num_inputs, pieces[0].columns)
+
+
 class Matrices:
     """Reads the layers of a checkpoint into an engine; what a method returns is the index of the matrix there.
 
     `held_bytes`, `sharded_bytes` and `total_sharded_bytes` are those of `Weights`, of what the engine keeps. `kinds`
-    says how each matrix but routers is kept, by the names of its layers.
+    says how each matrix but routers is kept, by the names of its layers. `sites` are the parts of each matrix, by its
+    index.
     """
 
     def __init__(
@@ -133,6 +141,7 @@ class Matrices:
         self.sharded_bytes = 0
         self.total_sharded_bytes = 0
         self.kinds: dict[tuple[str, ...], MatrixKind] = {}
+        self.sites: dict[int, tuple[Site, ...]] = {}
         self._kind_of: dict[int, MatrixKind] = {}  # by the index of the matrix
         self._spec, self._weights, self._parallel = spec, weights, parallel
         self._tier, self._engine = tier, engine
@@ -227,7 +236,9 @@ class Matrices:
         num_outputs = sum(weight.shape[0] for weight, _ in read[0])
         first, last = parts[0][0].columns or (0, parts[0][0].num_inputs)
         total = matrix_bytes(kind, all_outputs, parts[0][0].num_inputs, len(parts)) if is_sharded else None
-        return self._take(kind, num_outputs, last - first, read, total_bytes=total)
+        index = self._take(kind, num_outputs, last - first, read, total_bytes=total)
+        self.sites[index] = tuple(map(_site, parts))
+        return index
 
     def _take(
         self,

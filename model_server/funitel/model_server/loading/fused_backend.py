@@ -12,6 +12,7 @@ from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
+from funitel.model_server.cpu.low_rank import adapter_base
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
@@ -86,6 +87,7 @@ def load_fused(
         parallel=parallel,
         footprint=decoder.program,
         step_bytes=partial(_step_bytes, spec, parallel, tier),
+        adapters=adapter_base(spec, decoder.program, parallel, weights.prefix) if settings.max_lora_rank else None,
     )
 
 

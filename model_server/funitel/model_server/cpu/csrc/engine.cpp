@@ -11,6 +11,7 @@
 #include "experts.h"
 #include "latent.h"
 #include "layout.h"
+#include "low_rank.h"
 #include "matrix.h"
 #include "memory.h"
 #include "norms.h"
@@ -33,7 +34,7 @@ class Engine {
   public:
     explicit Engine(const Shape& shape)
         : shape_(shape), threads_(1, &Engine::fetch_ahead, this), experts_(threads_, matrices, shape.level_bits),
-          latents_(threads_, matrices, layout_, latent_shape(shape), shape.level_bits) {
+          latents_(threads_, matrices, layout_, latent_shape(shape), shape.level_bits), low_rank_(threads_) {
         part_ = part_size(shape.block_size);
         set_threads(shape.num_threads, Threads::kSpinMicroseconds);
     }
@@ -76,6 +77,7 @@ class Engine {
                 if (batch.num_logits == 0) break;
                 num_rows_ = batch.num_logits;
                 selected_ = batch.logit_indices;
+                if (batch.adapters != nullptr) begin_adapters();
                 continue;
             }
             perform(program_[i]);
@@ -215,7 +217,13 @@ class Engine {
             if (!scratch.row.grow((std::max(widest, qkv_size()) + kLanes) * sizeof(float))) return false;
         }
         compute_angles();
+        low_rank_.end();
+        if (batch.adapters != nullptr) begin_adapters();
         return true;
+    }
+
+    void begin_adapters() {
+        low_rank_.begin(num_rows_, [this](int row) { return batch_->adapters[layout_.rows_of[token_of(row)]]; });
     }
 
     void compute_angles() {
@@ -314,8 +322,12 @@ class Engine {
             int64_t id = batch_->token_ids[row] - first;
             float* x = batch_->x + size_t(row) * shape_.hidden_size;
             bool is_here = id >= 0 && id < table.num_outputs;
-            if (is_here) return table.read_row(static_cast<int>(id), scale, x);
-            std::fill(x, x + shape_.hidden_size, 0.0f);
+            if (!is_here) return std::fill(x, x + shape_.hidden_size, 0.0f);
+            const int place = static_cast<int>(id);
+            table.read_row(place, scale, x);
+            if (!low_rank_.is_on()) return;
+            const LowRankAdapter* adapter = batch_->adapters[layout_.rows_of[row]];
+            if (adapter != nullptr) LowRank::embed(adapter->table, place, scale, shape_.hidden_size, x);
         });
     }
 
@@ -327,14 +339,21 @@ class Engine {
         });
     }
 
+    // Lay out row `row` of an operand, and keep it for the adapter of the row.
+    void set_operand(const Matrix& matrix, int row, const float* x) {
+        operand_.set_row(matrix, row, x);
+        if (low_rank_.is_on()) low_rank_.keep(row, x);
+    }
+
     void norm(const Operation& operation) {
         const Matrix& matrix = *matrices[operation.c];
+        if (low_rank_.is_on()) low_rank_.make_room(matrix.num_inputs);
         const Norm& norm = norms[operation.a];
         const float *weight = vector(norm.weight), *bias = vector(norm.bias);
         for_operand([&](int row, int thread) {
             float* y = scratch_[thread].row.as<float>();
             normalise(norm, batch_->x + token_of(row) * shape_.hidden_size, y, shape_.hidden_size, weight, bias);
-            operand_.set_row(matrix, row, y);
+            set_operand(matrix, row, y);
         });
     }
 
@@ -392,9 +411,10 @@ class Engine {
 
     void prepare(const Operation& operation) {
         const Matrix& matrix = *matrices[operation.c];
+        if (low_rank_.is_on()) low_rank_.make_room(matrix.num_inputs);
         const float* source = buffer(operation.a);
         size_t width = stride(operation.a);
-        for_operand([&](int row, int) { operand_.set_row(matrix, row, source + token_of(row) * width); });
+        for_operand([&](int row, int) { set_operand(matrix, row, source + token_of(row) * width); });
     }
 
     void add_partial(float scale) {
@@ -455,7 +475,11 @@ class Engine {
                            static_cast<Activation>(operation.d), operation.scale,
                            buffer(operation.c) + operation.e, stride(operation.c)};
         bytes_read_ += product.matrix.num_bytes();
+        if (low_rank_.is_on()) product.added = low_rank_.add(product.matrix, operation.a);
         for_each(threads_, product.num_chunks(), [&](int chunk, int) { product.multiply(chunk); });
+        if (low_rank_.is_on() && operation.c == kLogits) {
+            low_rank_.replace(product.matrix, operation.a, product.added, product.target, product.width);
+        }
     }
 
     template <class T>
@@ -627,6 +651,7 @@ class Engine {
     Memory qkv_, attended_, hidden_, angles_, partials_, held_, query_latents_, kept_latents_, operand_memory_;
     Experts experts_;
     LatentAttention latents_;
+    LowRank low_rank_;
     size_t bytes_read_ = 0;
     Operand operand_;
 };

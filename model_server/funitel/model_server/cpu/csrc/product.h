@@ -19,6 +19,7 @@ struct Product {
     float scale;    // of what is added
     float* target;  // of the operand's first row
     size_t width;   // floats from a row of the target to the next
+    const float* const* added = nullptr;  // to the sums of each row, in the order of panels; null for none
 
     // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the rows pass by, and
     // so do the rows in the next one while the pairs of a thread's range pass by.
@@ -52,6 +53,10 @@ struct Product {
             if (panel >= matrix.num_panels) return;
             if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
             if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
+            if (added != nullptr) {
+                const float* more = added[size_t(tile) * operand.tile_rows + r];
+                if (more != nullptr) value = add(value, load(more + size_t(panel) * kLanes));
+            }
             if (mode == kGate) {
                 if (panel % 2 == 0) return store(gates[r], activate(activation, value));
                 value = mul(load(gates[r]), value);

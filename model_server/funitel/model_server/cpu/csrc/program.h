@@ -50,6 +50,8 @@ struct Shape {
     int32_t latent_rank, latent_turned, value_dim, query_rank;
 };
 
+struct LowRankAdapter;
+
 struct Batch {
     int32_t num_tokens, num_rows, num_logits, logits_stride;
     const int64_t* token_ids;      // [num_tokens]
@@ -62,6 +64,7 @@ struct Batch {
     float* x;        // [num_tokens, hidden_size]
     float* partial;  // [num_tokens, hidden_size]
     float* logits;   // [num_logits, logits_stride]
+    const LowRankAdapter* const* adapters;  // [num_rows], null for rows without one; null where no row has one
 };
 
 constexpr int kDone = -1, kNoMemory = -2, kLostRank = -3;

@@ -1,0 +1,266 @@
+// LoRA adapters: what rows of a step that have one add to the product with a matrix. Rows of an adapter are computed
+// together, so that its matrices are read once for all of them.
+//
+// Every number is a sum in a fixed order: a row's result does not depend on what shares the batch.
+#pragma once
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "matrix.h"
+#include "memory.h"
+#include "operand.h"
+#include "threads.h"
+#include "vector.h"
+
+namespace funitel {
+
+// Outputs [first, first + count) of a part of a matrix grow by `rank` of the site's ranks; `native.py` says the same of
+// this and the next three in ctypes.
+struct LowRankPiece {
+    const float* b;  // [rank][count]
+    int32_t first_rank, rank, part, first, count;
+};
+
+// What an adapter has of a matrix; num_ranks is 0 where it has nothing.
+struct LowRankSite {
+    const float* a;  // [num_ranks][inputs]
+    const LowRankPiece* pieces;
+    const float* whole;  // [outputs][inputs], in place of the matrix, or null
+    int32_t num_ranks, num_pieces;
+};
+
+struct LowRankTable {
+    const float* a;      // [tokens of this rank][num_ranks]
+    const float* b;      // [num_ranks][hidden_size]
+    const float* whole;  // [tokens of this rank][hidden_size], in place of the table, or null
+    int32_t num_ranks;
+};
+
+// An adapter: its sites by the index of the matrix, and the embedding.
+struct LowRankAdapter {
+    const LowRankSite* sites;
+    LowRankTable table;
+};
+
+class LowRank {
+  public:
+    explicit LowRank(Threads& threads) : threads_(threads) {}
+
+    // Whether some row of the step has an adapter.
+    bool is_on() const { return !groups_.empty(); }
+
+    // A step, or the part of it behind the choice of tokens with logits, has so many rows of operands, of which
+    // `adapter_of` gives the adapter or null.
+    template <class Function>
+    void begin(int num_rows, Function adapter_of) {
+        groups_.clear();
+        has_adapter_.assign(num_rows, 0);
+        added_.assign(num_rows, nullptr);
+        for (int row = 0; row < num_rows; row++) {
+            const LowRankAdapter* adapter = adapter_of(row);
+            if (adapter == nullptr) continue;
+            has_adapter_[row] = 1;
+            auto found = std::find_if(groups_.begin(), groups_.end(),
+                                      [adapter](const Group& group) { return group.adapter == adapter; });
+            if (found == groups_.end()) found = groups_.insert(found, Group{adapter, {}});
+            found->rows.push_back(row);
+        }
+    }
+
+    void end() { groups_.clear(); }
+
+    // Rows of operands are to be kept, of so many numbers each.
+    void make_room(int num_inputs) {
+        num_inputs_ = num_inputs;
+        grow(inputs_, has_adapter_.size() * size_t(num_inputs));
+    }
+
+    // Keep the numbers of an operand's row, if the row has an adapter.
+    void keep(int row, const float* x) {
+        if (has_adapter_[row]) std::copy_n(x, num_inputs_, inputs_.as<float>() + size_t(row) * num_inputs_);
+    }
+
+    // What rows add to the product of a matrix, in the order of its panels: null for those that add nothing.
+    const float* const* add(const Matrix& matrix, int index) {
+        const size_t width = size_t(matrix.num_panels) * kLanes;
+        int most = 0;
+        size_t num_rows = 0;
+        active_.clear();
+        for (const Group& group : groups_) {
+            const LowRankSite& site = group.adapter->sites[index];
+            if (site.num_ranks == 0) continue;
+            active_.push_back({&group, &site, static_cast<int>(num_rows), 0});
+            most = std::max(most, site.num_ranks);
+            num_rows += group.rows.size();
+        }
+        if (active_.empty()) return nullptr;
+        grow(shrunk_, num_rows * most);
+        grow(sums_, num_rows * width);
+        std::fill(added_.begin(), added_.end(), nullptr);
+        for (const Active& active : active_) {
+            for (size_t i = 0; i < active.group->rows.size(); i++) {
+                added_[active.group->rows[i]] = sums_.as<float>() + (active.first_row + i) * width;
+            }
+        }
+        shrink(most);
+        expand(matrix, width, most);
+        return added_.data();
+    }
+
+    // Replace the results of rows whose adapter has a weight of its own in place of a matrix.
+    void replace(const Matrix& matrix, int index, const float* const* added, float* target, size_t stride) {
+        constexpr int each = 64;
+        const int pieces = divide_up(matrix.num_outputs, each);
+        for (const Group& group : groups_) {
+            const float* whole = group.adapter->sites[index].whole;
+            if (whole == nullptr) continue;
+            for_each(threads_, pieces, [&](int piece, int) {
+                int end = std::min(matrix.num_outputs, (piece + 1) * each);
+                for (int output = piece * each; output < end; output++) {
+                    for (int row : group.rows) {
+                        float value = dot(whole + size_t(output) * num_inputs_, input(row));
+                        if (added != nullptr && added[row] != nullptr) value += added[row][output];
+                        target[row * stride + output] = value;
+                    }
+                }
+            });
+        }
+    }
+
+    // The embedding of a token by an adapter's table, `place` among those of this rank; `x` has the base's, times scale.
+    static void embed(const LowRankTable& table, int place, float scale, int width, float* x) {
+        const float* a = table.a + size_t(place) * table.num_ranks;
+        for (int i = 0; i < width; i += kLanes) {
+            const int n = width - i;
+            F16 total = table.whole == nullptr ? load(x + i, n)
+                                               : mul(load(table.whole + size_t(place) * width + i, n), splat(scale));
+            for (int r = 0; r < table.num_ranks; r++) {
+                total = fma(load(table.b + size_t(r) * width + i, n), splat(a[r] * scale), total);
+            }
+            store(x + i, total, n);
+        }
+    }
+
+  private:
+    struct Group {
+        const LowRankAdapter* adapter;
+        std::vector<int> rows;
+    };
+    // A group with something for the matrix at hand: where its rows begin among those of all such groups, and its first
+    // chunk of the phase.
+    struct Active {
+        const Group* group;
+        const LowRankSite* site;
+        int first_row, first_chunk;
+    };
+
+    static constexpr int kRanksEach = 4, kOutputsEach = 64, kRowsEach = 32;
+
+    const float* input(int row) const { return inputs_.as<float>() + size_t(row) * num_inputs_; }
+
+    float dot(const float* weights, const float* x) const {
+        F16 total = splat(0.0f);
+        for (int i = 0; i < num_inputs_; i += kLanes) {
+            const int n = num_inputs_ - i;
+            total = fma(load(weights + i, n), load(x + i, n), total);
+        }
+        return sum(total);
+    }
+
+    // Call `work(active, block of rows, chunk)` for the chunks that each group has, times its blocks of rows.
+    template <class Count, class Work>
+    void for_chunks(Count count, Work work) {
+        int total = 0;
+        for (Active& active : active_) {
+            active.first_chunk = total;
+            total += count(active) * num_blocks(active);
+        }
+        for_each(threads_, total, [&](int index, int) {
+            auto after = std::upper_bound(active_.begin(), active_.end(), index, [](int value, const Active& active) {
+                return value < active.first_chunk;
+            });
+            const Active& active = *(after - 1);
+            int chunk = index - active.first_chunk, blocks = num_blocks(active);
+            int first = chunk % blocks * kRowsEach;
+            int last = std::min(first + kRowsEach, static_cast<int>(active.group->rows.size()));
+            work(active, first, last, chunk / blocks);
+        });
+    }
+
+    static int num_blocks(const Active& active) {
+        return divide_up(static_cast<int>(active.group->rows.size()), kRowsEach);
+    }
+
+    void shrink(int stride) {
+        auto count = [](const Active& active) { return divide_up(active.site->num_ranks, kRanksEach); };
+        for_chunks(count, [&](const Active& active, int first, int last, int chunk) {
+            int end = std::min(active.site->num_ranks, (chunk + 1) * kRanksEach);
+            for (int i = first; i < last; i++) {
+                float* target = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
+                for (int rank = chunk * kRanksEach; rank < end; rank++) {
+                    target[rank] = dot(active.site->a + size_t(rank) * num_inputs_, input(active.group->rows[i]));
+                }
+            }
+        });
+    }
+
+    // Some outputs of each piece, and zeros first where pieces leave outputs out: a chunk is all of a piece's outputs
+    // within a range.
+    void expand(const Matrix& matrix, size_t width, int stride) {
+        const int num_ranges = divide_up(matrix.num_outputs, kOutputsEach);
+        auto count = [&](const Active&) { return num_ranges; };
+        for_chunks(count, [&](const Active& active, int first, int last, int chunk) {
+            int begin = chunk * kOutputsEach, end = std::min(matrix.num_outputs, begin + kOutputsEach);
+            for (int i = first; i < last; i++) {
+                float* target = sums_.as<float>() + size_t(active.first_row + i) * width;
+                const float* shrunk = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
+                clear(matrix, begin, end, target);
+                for (int p = 0; p < active.site->num_pieces; p++) {
+                    add_piece(matrix, active.site->pieces[p], begin, end, shrunk, target);
+                }
+            }
+        });
+    }
+
+    static void clear(const Matrix& matrix, int begin, int end, float* target) {
+        for (int part = 0; part < matrix.num_parts; part++) {
+            for (int output = begin; output < end; output += kLanes) {
+                store(target + size_t(matrix.panel_of(part, output)) * kLanes, splat(0.0f));
+            }
+        }
+    }
+
+    // Outputs of a piece within [begin, end); a panel of the target that it begins or ends in has others' too.
+    static void add_piece(const Matrix& matrix, const LowRankPiece& piece, int begin, int end, const float* shrunk,
+                          float* target) {
+        int from = std::max(begin, piece.first), to = std::min(end, piece.first + piece.count);
+        for (int output = from; output < to;) {
+            int n = std::min(to, (output / kLanes + 1) * kLanes) - output;
+            const float* b = piece.b + (output - piece.first);
+            F16 total = splat(0.0f);
+            for (int r = 0; r < piece.rank; r++) {
+                total = fma(load(b + size_t(r) * piece.count, n), splat(shrunk[piece.first_rank + r]), total);
+            }
+            store(target + size_t(matrix.panel_of(piece.part, output)) * kLanes + output % kLanes, total, n);
+            output += n;
+        }
+    }
+
+    static void grow(Memory& memory, size_t count) {
+        if (!memory.grow(count * sizeof(float))) throw std::bad_alloc();
+    }
+
+    Threads& threads_;
+    std::vector<Group> groups_;
+    std::vector<Active> active_;
+    std::vector<uint8_t> has_adapter_;   // of each row
+    std::vector<const float*> added_;    // to each row, or null
+    int num_inputs_ = 0;                 // of the operand
+    Memory inputs_;                      // [rows][num_inputs], of rows with adapters
+    Memory shrunk_;                      // [rows of active groups][most ranks]
+    Memory sums_;                        // [rows of active groups][panels * kLanes]
+};
+
+}  // namespace funitel

@@ -1,0 +1,105 @@
+"""Adapters of the fused step: their weights as the engine reads them, which a step is told by address."""
+
+import ctypes
+from array import array
+from collections.abc import Mapping
+
+import torch
+
+from funitel.model_server.adapters.peft_folder import AdapterTensors
+from funitel.model_server.adapters.registry import AdapterBase
+from funitel.model_server.adapters.sites import Site, SiteTensors, base_modules, max_elements, tensors_of
+from funitel.model_server.cpu.native import LowRankAdapter, LowRankPiece, LowRankSite, LowRankTable
+from funitel.model_server.cpu.program import Program
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.spec.model_spec import ModelSpec
+
+SiteParts = Mapping[int, tuple[Site, ...]]
+
+
+class FusedAdapter:
+    """An adapter's weights in float32, and the record that the engine reads.
+
+    Args:
+        sites: the parts of matrices that take adapters, by the index of the matrix.
+        table: the embedding.
+        adapter: what was read.
+    """
+
+    def __init__(self, sites: SiteParts, table: Site, adapter: AdapterTensors) -> None:
+        self.num_bytes = 0
+        self._kept: list[object] = []  # what the record points to
+        records = (LowRankSite * (max(sites) + 1))()
+        for index, parts in sites.items():
+            found = [tensors_of(site, adapter) for site in parts]
+            if any(each is not None for each in found):
+                records[index] = self._site(found)
+        self._kept.append(records)
+        record = LowRankAdapter(ctypes.addressof(records), self._table(tensors_of(table, adapter)))
+        self._kept.append(record)
+        self.address = ctypes.addressof(record)
+
+    def _site(self, parts: list[SiteTensors | None]) -> LowRankSite:
+        """One matrix: its parts, such as gate and up, have ranks one after the other."""
+        rows: list[torch.Tensor] = []
+        pieces: list[LowRankPiece] = []
+        whole: torch.Tensor | None = None
+        for number, part in enumerate(parts):
+            if part is None:
+                continue
+            whole = part.whole if whole is None else whole
+            first = sum(map(len, rows))
+            rows += [] if part.a is None else [part.a]
+            for piece in part.pieces:
+                count, rank = piece.b.shape
+                b = self._hold(piece.b.t())
+                pieces.append(LowRankPiece(b, first + piece.first_rank, rank, number, piece.first_output, count))
+        listed = (LowRankPiece * len(pieces))(*pieces)
+        self._kept.append(listed)
+        a = torch.cat(rows) if rows else None
+        num_ranks = 0 if a is None else a.shape[0]
+        return LowRankSite(self._hold(a), ctypes.addressof(listed), self._hold(whole), num_ranks, len(pieces))
+
+    def _table(self, tensors: SiteTensors | None) -> LowRankTable:
+        if tensors is None:
+            return LowRankTable()
+        if tensors.a is None:
+            return LowRankTable(whole=self._hold(tensors.whole))
+        [piece] = tensors.pieces
+        a, b = self._hold(tensors.a.t()), self._hold(piece.b.t())
+        return LowRankTable(a, b, self._hold(tensors.whole), piece.b.shape[1])
+
+    def _hold(self, tensor: torch.Tensor | None) -> int | None:
+        """The address of a tensor's numbers in memory of its own."""
+        if tensor is None:
+            return None
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        self._kept.append(own)
+        self.num_bytes += own.numel() * own.element_size()
+        return own.data_ptr()
+
+
+def addresses(batch: ForwardBatch) -> "array[int]":
+    """Where the record of each row's adapter is; 0 for rows without one."""
+    found = array("Q")
+    for row in batch.rows:
+        weights = None if row.adapter is None else row.adapter.weights
+        assert weights is None or isinstance(weights, FusedAdapter)
+        found.append(0 if weights is None else weights.address)
+    return found
+
+
+def adapter_base(spec: ModelSpec, program: Program, parallel: TensorParallel, prefix: str) -> AdapterBase:
+    """What takes adapters of a fused decoder; `prefix` is that of its tensors' names."""
+    rows = parallel.split(spec.vocab_size)
+    head = Site(((spec.names.head, spec.vocab_size, rows),), spec.hidden_size, is_head=True)
+    embedding = (prefix + spec.names.embedding, spec.hidden_size, (0, spec.hidden_size))
+    table = Site((embedding,), spec.vocab_size, rows, is_table=True)
+    sites = program.sites | {program.head: (head,)}
+    every = [table, *(site for parts in sites.values() for site in parts)]
+    return AdapterBase(
+        modules=base_modules(every, prefix),
+        place=lambda adapter: FusedAdapter(sites, table, adapter),
+        max_bytes=lambda rank: max_elements(every, rank) * torch.float32.itemsize,
+    )
