@@ -8,11 +8,14 @@ import ctypes
 import json
 import os
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from funitel.model_server.adapters.registry import Adapter
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import FusedDecoder
@@ -137,9 +140,17 @@ def fused_library(instruction_set: str | None = None) -> ctypes.CDLL:
 
 @torch.inference_mode()
 def step_through(
-    decoder: Forward, cache: KVCache, prompts: list[list[int]], num_decode: int, chunk: int = 11
+    decoder: Forward,
+    cache: KVCache,
+    prompts: list[list[int]],
+    num_decode: int,
+    chunk: int = 11,
+    adapters: Sequence[Adapter | None] = (),
 ) -> list[torch.Tensor]:
-    """Step all sequences together: chunks of tokens first, single tokens for the last `num_decode`."""
+    """Step all sequences together: chunks of tokens first, single tokens for the last `num_decode`.
+
+    `adapters` are those of the sequences, if any.
+    """
     blocks = np.random.default_rng(3).permutation(np.arange(1, cache.num_blocks)).astype(np.int32)
     each = len(blocks) // len(prompts)
     tables = np.split(blocks[: each * len(prompts)], len(prompts))
@@ -152,7 +163,8 @@ def step_through(
             if left:
                 count = min(chunk, left - num_decode) if left > num_decode else 1
                 tokens = prompt[done[i] : done[i] + count]
-                spans.append(RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode, state_slot=i + 1))
+                span = RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode, state_slot=i + 1)
+                spans.append(replace(span, adapter=adapters[i] if adapters else None))
                 owners.append(i)
         out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
         at = 0
@@ -166,7 +178,12 @@ def step_through(
 
 @torch.inference_mode()
 def step_at_random(
-    decoder: Forward, cache: KVCache, prompts: list[list[int]], num_decode: int, seed: int
+    decoder: Forward,
+    cache: KVCache,
+    prompts: list[list[int]],
+    num_decode: int,
+    seed: int,
+    adapters: Sequence[Adapter | None] = (),
 ) -> list[torch.Tensor]:
     """As `step_through`, in chunks of random sizes; sequences join late and are preempted, once each, to begin again.
 
@@ -193,7 +210,8 @@ def step_at_random(
             tokens = prompt[done[i] : done[i] + (min(chosen.randint(1, 17), left) if left > 0 else 1)]
             place = 2 * i + was_preempted[i]
             whole = len(prompt) - num_decode
-            spans.append(RowSpan(tokens, done[i], tables[place], "all", whole, state_slot=place + 1))
+            span = RowSpan(tokens, done[i], tables[place], "all", whole, state_slot=place + 1)
+            spans.append(replace(span, adapter=adapters[i] if adapters else None))
             owners.append(i)
         step += 1
         if not spans:

@@ -1,0 +1,132 @@
+"""Rows of many adapters in one batch: the logits of the merged models, in both steps, on one rank and two."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from funitel.model_server.cpu import compiler
+from funitel.model_server.cpu import build as building
+from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel_testing.adapter_worker import AdaptedModel, serve_adapters
+from funitel_testing.forward_worker import run, step_through
+from funitel_testing.ranks import run_ranks
+from funitel_testing.servers import free_port
+from funitel_testing.tiny import save_tiny
+from funitel_testing.tiny_adapters import EIGHT, TinyAdapter, merge, save_adapter
+
+ALONE = TensorParallel()
+TOLERANCE = 1e-4  # of float32
+NUM_DECODE = 6
+
+
+def make_prompts(count: int, seed: int = 5) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 31, (count,), generator=generator).tolist()
+    return [torch.randint(0, 288, (length,), generator=generator).tolist() for length in lengths]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A base with adapters, sequences of which some have none, and the logits that they must have."""
+
+    base: Path
+    folders: list[Path | None]
+    prompts: list[list[int]]
+    expected: list[torch.Tensor]
+
+
+def make_case(
+    work: Path, family: str, adapters: tuple[TinyAdapter, ...], *, is_transposed: bool = False, **changes: object
+) -> Case:
+    """Sequences of the base and of each adapter, the first of them twice."""
+    base = save_tiny(family, work / "base", **changes)
+    prompts = make_prompts(len(adapters) + 3)
+    folders: list[Path | None] = []
+    expected: dict[Path | None, Path] = {None: base}
+    for i, made in enumerate(adapters):
+        folder = save_adapter(base, work / f"adapter{i}", made, i, is_transposed=is_transposed)
+        expected[folder] = merge(base, folder, made, work / f"merged{i}", is_transposed=is_transposed)
+        folders.append(folder)
+    folders = [None, *folders, folders[0], None]
+    logits = [
+        run(expected[folder], ALONE, [prompt], NUM_DECODE)[0] for folder, prompt in zip(folders, prompts, strict=True)
+    ]
+    return Case(base, folders, prompts, logits)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("llama"), "llama", EIGHT)
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = TOLERANCE) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert ours.shape == theirs.shape
+        assert error < tolerance
+
+
+def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def models_of(folder: Path) -> list[AdaptedModel]:
+    return [AdaptedModel.torch_step(folder, ALONE), AdaptedModel.fused_step(folder, ALONE)]
+
+
+def test_eight_adapters_and_the_base_in_one_batch_equal_the_merged_models(llama: Case) -> None:
+    for model in models_of(llama.base):
+        assert_close(model.logits(llama.prompts, model.load(llama.folders)), llama.expected)
+
+
+def test_rows_join_late_in_chunks_of_any_size_and_are_preempted(llama: Case) -> None:
+    for model in models_of(llama.base):
+        adapters = model.load(llama.folders)
+        for seed in (1, 2):
+            assert_close(model.logits(llama.prompts, adapters, seed=seed), llama.expected)
+
+
+def test_two_ranks_equal_the_merged_models(llama: Case, tmp_path: Path) -> None:
+    folders = [None if folder is None else str(folder) for folder in llama.folders]
+    job = {"size": 2, "port": free_port(), "folder": str(llama.base), "prompts": llama.prompts, "adapters": folders}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    run_ranks(serve_adapters, tmp_path, 2)
+    for logits in torch.load(tmp_path / "logits.pt"):
+        assert_close(logits, llama.expected)
+
+
+@pytest.mark.parametrize("tier", [Tier.FLOAT32, Tier.BFLOAT16, Tier.INT8], ids=lambda tier: tier.label)
+def test_a_row_has_the_same_bits_alone_and_in_company_on_any_number_of_threads(llama: Case, tier: Tier) -> None:
+    model = AdaptedModel.fused_step(llama.base, ALONE, tier)
+    adapters = model.load(llama.folders)
+    together = model.logits(llama.prompts, adapters)
+    alone = [model.logits([prompt], [own])[0] for prompt, own in zip(llama.prompts, adapters, strict=True)]
+    assert_same_bits(alone, together)
+    assert_same_bits(model.logits(llama.prompts, adapters, chunk=2), together)
+    other = AdaptedModel.fused_step(llama.base, ALONE, tier, num_threads=5)
+    assert_same_bits(other.logits(llama.prompts, other.load(llama.folders)), together)
+
+
+def test_rows_of_the_torch_step_have_the_same_bits_alone_and_in_company(llama: Case) -> None:
+    model = AdaptedModel.torch_step(llama.base, ALONE)
+    adapters = model.load(llama.folders)
+    together = model.logits(llama.prompts, adapters)
+    for prompt, own, expected in list(zip(llama.prompts, adapters, together, strict=True))[:5]:
+        twice = model.logits([prompt, prompt], [own, None])[0]
+        assert_close([twice], [expected], 1e-6)
+
+
+@pytest.mark.parametrize("tier", [None, Tier.FLOAT32, Tier.INT8], ids=["torch", "float32", "int8"])
+def test_rows_of_the_base_have_the_bits_that_they_have_without_adapters(llama: Case, tier: Tier | None) -> None:
+    before = run(llama.base, ALONE, llama.prompts, NUM_DECODE, tier)
+    model = AdaptedModel.torch_step(llama.base, ALONE)
+    if tier is not None:
+        model = AdaptedModel.fused_step(llama.base, ALONE, tier)
+    adapters = model.load(llama.folders)
+    found = model.logits(llama.prompts, adapters)
+    assert_same_bits([found[0], found[-1]], [before[0], before[-1]])
+    assert_same_bits(model.logits(llama.prompts), before)
