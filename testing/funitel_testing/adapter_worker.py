@@ -1,6 +1,6 @@
 """One rank of a test of adapters: logits of sequences that have different ones, in one batch.
 
-`serve_adapters` is the main function of a rank. Rank 0 saves logits.pt: a list for the torch step and one for each tier.
+`serve_adapters` is the main function of a rank. Rank 0 saves logits.pt: a list for each step.
 """
 
 import json

@@ -18,8 +18,8 @@ Tensors = dict[str, torch.Tensor]
 class TinyAdapter:
     """What a random adapter is made of.
 
-    `targets` are ends of module names, `saved` modules with a weight of their own; patterns are PEFT's. Names of modules
-    are those of the checkpoint's tensors, without `.weight`.
+    `targets` are ends of module names, `saved` modules with a weight of their own; patterns are PEFT's. Modules have
+    the names of the checkpoint's tensors, without `.weight`.
     """
 
     rank: int

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from funitel.model_server.cpu import compiler
-from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing.adapter_worker import AdaptedModel, serve_adapters
-from funitel_testing.forward_worker import run, step_through
+from funitel_testing.forward_worker import run
 from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny import save_tiny

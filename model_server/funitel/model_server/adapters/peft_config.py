@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,14 @@ class LoraConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's matrices."""
-        return _of_pattern(self.rank_pattern, module, self.rank)
+        pattern = _pattern_of(self.rank_pattern, module)
+        return self.rank if pattern is None else self.rank_pattern[pattern]
 
     def scale_of(self, module: str) -> float:
         """What the product of a module's matrices is multiplied by."""
-        rank = self.rank_of(module)
-        return _of_pattern(self.alpha_pattern, module, self.alpha) / (
-            math.sqrt(rank) if self.is_rank_stabilised else rank
-        )
+        rank, pattern = self.rank_of(module), _pattern_of(self.alpha_pattern, module)
+        alpha = self.alpha if pattern is None else self.alpha_pattern[pattern]
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def has_target(self, module: str) -> bool:
         """Whether a module is among the targets."""
@@ -112,7 +112,9 @@ def _check_supported(values: Mapping[str, Any]) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise InvalidRequest(f"init_lora_weights {start} is not supported: it changes the base; save it as plain LoRA")
     if values.get("task_type") not in _TASKS:
-        raise InvalidRequest(f"task_type {_shown(values['task_type'])} is not supported: adapters must be for CAUSAL_LM")
+        raise InvalidRequest(
+            f"task_type {_shown(values['task_type'])} is not supported: adapters must be for CAUSAL_LM"
+        )
 
 
 def _rank(name: str, value: Any, max_rank: int) -> int:
@@ -171,11 +173,9 @@ def _layers(value: Any) -> frozenset[int] | None:
     return frozenset(layers)
 
 
-def _of_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return otherwise
+def _pattern_of(patterns: Iterable[str], module: str) -> str | None:
+    """The first pattern that an end of a module's name has."""
+    return next((pattern for pattern in patterns if re.fullmatch(rf"(.*\.)?({pattern})", module)), None)
 
 
 def _is_named(module: str, names: tuple[str, ...]) -> bool:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ def read_adapter(folder: Path, base: BaseModules, max_rank: int) -> AdapterTenso
     file, names = open_safetensors(folder / TENSORS)
     modules: dict[str, _Found] = {}
     for name in sorted(names):
-        _sort(name, config, base, file.get_slice(name).get_shape(), lambda name=name: file.get_tensor(name), modules)
+        _sort(name, config, base, file.get_slice(name).get_shape(), partial(file.get_tensor, name), modules)
     if not modules:
         raise InvalidRequest(f"{folder / TENSORS} holds no tensor")
     low_ranks, saved = {}, {}
@@ -152,7 +153,9 @@ def _sort(
     part = found["half"] if is_half else "saved"
     expected = _expected(part, config.rank_of(module), base.shapes[own], is_table=own in base.tables)
     if list(shape) != expected:
-        raise InvalidRequest(f"tensor {name} has shape {list(shape)}, expected {expected}: it is for another base or rank")
+        raise InvalidRequest(
+            f"tensor {name} has shape {list(shape)}, expected {expected}: it is for another base or rank"
+        )
     kept = modules.setdefault(module, {})
     if part in kept:
         raise InvalidRequest(f"tensors {kept[part][0]} and {name} are the same part of {module}")

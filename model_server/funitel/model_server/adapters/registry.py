@@ -1,4 +1,4 @@
-"""The adapters of a shard: loaded and dropped by id, aside from the steps. A row of a step holds the adapter it uses."""
+"""The adapters of a shard: loaded and dropped by id, aside from the steps. Rows hold the adapters that they use."""
 
 import threading
 from collections.abc import Callable
@@ -72,7 +72,9 @@ class AdapterRegistry:
             if known is not None and known.path == path:
                 return known
             if known is not None and is_used(known):
-                raise InvalidRequest(f"adapter {adapter_id} is in use from {known.path}: unload it before {path} is loaded")
+                raise InvalidRequest(
+                    f"adapter {adapter_id} is in use from {known.path}: unload it before {path} is loaded"
+                )
             try:
                 tensors = read_adapter(Path(path), base.modules, self.max_rank)
             except (InvalidRequest, WeightsError) as error:
@@ -105,7 +107,3 @@ class AdapterRegistry:
             why = "is not loaded" if self.max_rank else f"is not loaded: {self._reason}"
             raise InvalidRequest(f"adapter_id {adapter_id} {why}", "adapter_id")
         return found
-
-    def reserved_bytes(self, num_adapters: int) -> int:
-        """Bytes that so many adapters of the largest rank take."""
-        return num_adapters * self._base.max_bytes(self.max_rank) if self._base is not None else 0

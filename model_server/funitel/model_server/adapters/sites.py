@@ -1,4 +1,4 @@
-"""Where adapters act: the matrices of this rank, made of the checkpoint's, and the parts of an adapter that are theirs."""
+"""Where adapters act: the matrices of this rank, made of the checkpoint's, and the parts of adapters for them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SitePiece:
     """Some outputs of a site and the rows of `a` that they grow by: `b` is [outputs, rank]."""
 
     first_output: int
@@ -49,7 +49,7 @@ class SiteTensors:
     """
 
     a: torch.Tensor | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SitePiece, ...]
     whole: torch.Tensor | None
 
 
@@ -68,13 +68,13 @@ def tensors_of(site: Site, adapter: AdapterTensors) -> SiteTensors | None:
     return SiteTensors(torch.cat(rows) if rows else None, _pieces(site, adapter.low_ranks, first_ranks), whole)
 
 
-def _pieces(site: Site, low_ranks: Mapping[str, LowRank], first_ranks: dict[str, int]) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _pieces(site: Site, low_ranks: Mapping[str, LowRank], first_ranks: dict[str, int]) -> tuple[SitePiece, ...]:
+    pieces: list[SitePiece] = []
     first_output = 0
     for name, _, (begin, end) in site.parts:
         if name in first_ranks:
             b = low_ranks[name].b[begin:end]
-            pieces.append(Piece(first_output, first_ranks[name], b))
+            pieces.append(SitePiece(first_output, first_ranks[name], b))
         first_output += end - begin
     return tuple(pieces)
 

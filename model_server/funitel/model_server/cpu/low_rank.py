@@ -9,7 +9,7 @@ import torch
 from funitel.model_server.adapters.peft_folder import AdapterTensors
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.adapters.sites import Site, SiteTensors, base_modules, max_elements, tensors_of
-from funitel.model_server.cpu.native import LowRankAdapter, LowRankPiece, LowRankSite, LowRankTable
+from funitel.model_server.cpu.native import AdapterRecord, PieceRecord, SiteRecord, TableRecord
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
@@ -30,20 +30,20 @@ class FusedAdapter:
     def __init__(self, sites: SiteParts, table: Site, adapter: AdapterTensors) -> None:
         self.num_bytes = 0
         self._kept: list[object] = []  # what the record points to
-        records = (LowRankSite * (max(sites) + 1))()
+        records = (SiteRecord * (max(sites) + 1))()
         for index, parts in sites.items():
             found = [tensors_of(site, adapter) for site in parts]
             if any(each is not None for each in found):
                 records[index] = self._site(found)
         self._kept.append(records)
-        record = LowRankAdapter(ctypes.addressof(records), self._table(tensors_of(table, adapter)))
+        record = AdapterRecord(ctypes.addressof(records), self._table(tensors_of(table, adapter)))
         self._kept.append(record)
         self.address = ctypes.addressof(record)
 
-    def _site(self, parts: list[SiteTensors | None]) -> LowRankSite:
+    def _site(self, parts: list[SiteTensors | None]) -> SiteRecord:
         """One matrix: its parts, such as gate and up, have ranks one after the other."""
         rows: list[torch.Tensor] = []
-        pieces: list[LowRankPiece] = []
+        pieces: list[PieceRecord] = []
         whole: torch.Tensor | None = None
         for number, part in enumerate(parts):
             if part is None:
@@ -54,21 +54,21 @@ class FusedAdapter:
             for piece in part.pieces:
                 count, rank = piece.b.shape
                 b = self._hold(piece.b.t())
-                pieces.append(LowRankPiece(b, first + piece.first_rank, rank, number, piece.first_output, count))
-        listed = (LowRankPiece * len(pieces))(*pieces)
+                pieces.append(PieceRecord(b, first + piece.first_rank, rank, number, piece.first_output, count))
+        listed = (PieceRecord * len(pieces))(*pieces)
         self._kept.append(listed)
         a = torch.cat(rows) if rows else None
         num_ranks = 0 if a is None else a.shape[0]
-        return LowRankSite(self._hold(a), ctypes.addressof(listed), self._hold(whole), num_ranks, len(pieces))
+        return SiteRecord(self._hold(a), ctypes.addressof(listed), self._hold(whole), num_ranks, len(pieces))
 
-    def _table(self, tensors: SiteTensors | None) -> LowRankTable:
+    def _table(self, tensors: SiteTensors | None) -> TableRecord:
         if tensors is None:
-            return LowRankTable()
+            return TableRecord()
         if tensors.a is None:
-            return LowRankTable(whole=self._hold(tensors.whole))
+            return TableRecord(whole=self._hold(tensors.whole))
         [piece] = tensors.pieces
         a, b = self._hold(tensors.a.t()), self._hold(piece.b.t())
-        return LowRankTable(a, b, self._hold(tensors.whole), piece.b.shape[1])
+        return TableRecord(a, b, self._hold(tensors.whole), piece.b.shape[1])
 
     def _hold(self, tensor: torch.Tensor | None) -> int | None:
         """The address of a tensor's numbers in memory of its own."""

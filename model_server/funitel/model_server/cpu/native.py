@@ -118,7 +118,7 @@ class MixtureRecord(ctypes.Structure):
     ]
 
 
-class LowRankPiece(ctypes.Structure):
+class PieceRecord(ctypes.Structure):
     """Outputs of a matrix that grow by an adapter; see `low_rank.h`."""
 
     _fields_ = [
@@ -127,7 +127,7 @@ class LowRankPiece(ctypes.Structure):
     ]
 
 
-class LowRankSite(ctypes.Structure):
+class SiteRecord(ctypes.Structure):
     """What an adapter has of a matrix."""
 
     _fields_ = [
@@ -136,16 +136,16 @@ class LowRankSite(ctypes.Structure):
     ]
 
 
-class LowRankTable(ctypes.Structure):
+class TableRecord(ctypes.Structure):
     """What an adapter has of the embedding."""
 
     _fields_ = [*((name, ctypes.c_void_p) for name in ("a", "b", "whole")), ("num_ranks", ctypes.c_int32)]
 
 
-class LowRankAdapter(ctypes.Structure):
+class AdapterRecord(ctypes.Structure):
     """An adapter: its sites by the index of the matrix, and the embedding."""
 
-    _fields_ = [("sites", ctypes.c_void_p), ("table", LowRankTable)]
+    _fields_ = [("sites", ctypes.c_void_p), ("table", TableRecord)]
 
 
 class Batch(ctypes.Structure):

@@ -32,6 +32,7 @@ class ExecutorOptions:
     eos_token_ids: frozenset[int]
     watermark: Watermark = Watermark()
     num_replicas: int = 1  # that share a host's memory
+    reserved_bytes: int = 0  # that the pool leaves for adapters
     host_bytes: int = 0  # of the host's memory for evicted blocks
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each

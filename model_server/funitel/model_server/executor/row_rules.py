@@ -59,9 +59,7 @@ class RowRules:
         wanted = "last" if count == row.num_pending else "none"
         if row.owes_prompt_scores:
             wanted = "all"
-        return RowSpan(
-            row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len, adapter=row.adapter
-        )
+        return RowSpan(row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len, adapter=row.adapter)
 
     def forced(self, row: SequenceState) -> int | None:
         """The token that must follow in a row, whatever is sampled; it is known before the tokens that come first."""

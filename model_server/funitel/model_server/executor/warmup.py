@@ -207,6 +207,7 @@ class Warmup:
         runner, options, most_tokens = self._runner, self._runner.options, limits.max_prefill_tokens
         step_bytes = 0 if options.step_bytes is None else options.step_bytes(most_tokens)
         room, block_bytes = self.memory.room(step_bytes), runner.pools.bytes_per_block
+        room = room.without(options.reserved_bytes)
         layout = runner.pools.state_layout
         num_slots = 0 if layout is None else self._num_slots(room, layout, num_rows(limits.max_batch_size))
         room = room.without(0 if layout is None else num_slots * layout.bytes_per_slot)

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from funitel.model_server.checkpoint.storage import Part
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates
-from funitel.model_server.checkpoint.storage import Part
 
 
 class Recurrence(Protocol):

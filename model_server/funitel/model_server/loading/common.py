@@ -140,10 +140,21 @@ def options_of(
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
         host_bytes=host_bytes(settings, device),
         step_bytes=loaded.step_bytes,
+        reserved_bytes=reserved_bytes(settings, loaded),
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
         has_prefix_cache=settings.prefix_caching,
     )
+
+
+def reserved_bytes(settings: ModelServerSettings, loaded: Loaded) -> int:
+    """Bytes that the pool leaves for adapters."""
+    if loaded.adapters is None or not settings.reserved_loras:
+        return 0
+    num_bytes = settings.reserved_loras * loaded.adapters.max_bytes(settings.max_lora_rank)
+    message = "the KV pool leaves %d bytes for %d adapters of rank %d"
+    logger.info(message, num_bytes, settings.reserved_loras, settings.max_lora_rank)
+    return num_bytes
 
 
 def host_bytes(settings: ModelServerSettings, device: torch.device) -> int:

@@ -21,7 +21,7 @@ ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer"
 MAX_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
 MAX_NODES = 1024  # NUMA nodes, of a Linux kernel
 MAX_SPIN_US = 1_000_000
-MAX_LORA_RANK = 1024
+MAX_LORA_RANK, MAX_LORAS = 1024, 1 << 16
 QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf")
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
@@ -347,6 +347,12 @@ class ModelServerSettings:
         64,
         "Maximum rank of the matrices of a LoRA adapter; 0 for no adapters.",
         bounds=Bounds(minimum=0, maximum=MAX_LORA_RANK),
+    )
+    reserved_loras: int = setting(
+        0,
+        "LoRA adapters of the maximum rank that the KV pool leaves memory for.",
+        env=None,
+        bounds=Bounds(minimum=0, maximum=MAX_LORAS),
     )
     disable_forced_spans: bool = setting(
         False, "Compute each token in its own step, also tokens that a grammar forces."

@@ -17,7 +17,7 @@
 namespace funitel {
 
 // Outputs [first, first + count) of a part of a matrix grow by `rank` of the site's ranks; `native.py` says the same of
-// this and the next three in ctypes.
+// this and the next three in ctypes, as records.
 struct LowRankPiece {
     const float* b;  // [rank][count]
     int32_t first_rank, rank, part, first, count;
