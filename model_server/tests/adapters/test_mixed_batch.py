@@ -128,3 +128,27 @@ def test_rows_of_the_base_have_the_bits_that_they_have_without_adapters(llama: C
     found = model.logits(llama.prompts, adapters)
     assert_same_bits([found[0], found[-1]], [before[0], before[-1]])
     assert_same_bits(model.logits(llama.prompts), before)
+
+
+FUSED_QKV = (TinyAdapter(rank=4, targets=("c_attn", "c_proj")), TinyAdapter(rank=9, targets=("c_fc",), alpha=3.0))
+FAMILIES = {
+    "smollm": {},  # the head is the embedding's table
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    "llama_bias": {"hidden_size": 45, "intermediate_size": 37, "head_dim": 22, "num_attention_heads": 3}
+    | {"num_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    case = make_case(tmp_path, family, (EIGHT[7], EIGHT[3], EIGHT[0]), **FAMILIES[family])
+    for model in models_of(case.base):
+        assert_close(model.logits(case.prompts, model.load(case.folders)), case.expected)
+
+
+def test_packed_and_transposed_projections(tmp_path: Path) -> None:
+    case = make_case(tmp_path, "gpt2", FUSED_QKV, is_transposed=True)
+    for model in models_of(case.base):
+        assert_close(model.logits(case.prompts, model.load(case.folders)), case.expected)

@@ -19,6 +19,7 @@ from funitel.proto.errors import FunitelError, ShardFailed
 from funitel.proto.step import Capability, GrammarType, ShardInfo
 from funitel_testing.executors import load_executor, num_sequences, start
 from funitel_testing.tiny import save_tiny
+from funitel_testing.tiny_adapters import EIGHT, save_adapter
 
 PROMPT = list(range(40, 60))
 
@@ -195,3 +196,23 @@ async def test_grammars_are_compiled_beside_a_long_step(shard: Shard, monkeypatc
     assert (refused.value.details() or "").startswith("grammar is not valid: unclosed character class")
     assert not step.done()
     await step
+
+
+async def test_adapters_are_loaded_and_dropped_aside_from_the_steps(shard: Shard, tmp_path: Path) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    folder = save_adapter(base, tmp_path / "adapter", EIGHT[1])
+    loaded = await shard.stub.LoadAdapter(pb.LoadAdapterRequest(id="a", path=str(folder)))
+    assert (loaded.max_rank, loaded.bytes > 0) == (8, True)
+    batch = wire.encode_batch(1, [start(1, PROMPT, adapter_id="a")], 4)
+    assert (await shard.stub.Prefill(wire.encode_prefill(batch, None, (), None))).generations
+    await shard.stub.UnloadAdapter(pb.UnloadAdapterRequest(id="a"))
+    batch = wire.encode_batch(2, [start(2, PROMPT, adapter_id="a")], 4)
+    for call in (
+        shard.stub.Prefill(wire.encode_prefill(batch, None, (), None)),
+        shard.stub.UnloadAdapter(pb.UnloadAdapterRequest(id="a")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="a is not loaded") as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError, match="adapter b cannot be loaded: path .* is not a folder"):
+        await shard.stub.LoadAdapter(pb.LoadAdapterRequest(id="b", path=str(tmp_path / "nowhere")))

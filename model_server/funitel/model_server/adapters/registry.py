@@ -52,7 +52,7 @@ class AdapterRegistry:
     def __init__(self, base: AdapterBase | None, max_rank: int, reason: str = "") -> None:
         self.max_rank = 0 if base is None else max_rank
         self._base = base
-        self._reason = reason if base is None else "--max-lora-rank is 0"
+        self._reason = reason if max_rank else "--max-lora-rank is 0"
         self._adapters: dict[str, Adapter] = {}
         self._loading = threading.Lock()
 

@@ -38,6 +38,7 @@ def make_executor(
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))
-    adapters = AdapterRegistry(loaded.adapters, settings.max_lora_rank, f"{spec.architecture} takes none here")
+    reason = "not with --cpu-offload-gb" if settings.cpu_offload_gb else f"{spec.architecture} takes none on this shard"
+    adapters = AdapterRegistry(loaded.adapters, settings.max_lora_rank, reason)
     executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules, adapters)
     return executor, info_of(settings, options, loaded, spec.vocab_size, keeps_states=pools.state_layout is not None)
