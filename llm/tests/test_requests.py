@@ -14,6 +14,7 @@ import pytest
 from funitel.llm import (
     LLM,
     AsyncLLM,
+    CompletionOutput,
     Grammar,
     InvalidRequest,
     RequestHandle,
@@ -23,7 +24,8 @@ from funitel.llm import (
     SamplingParams,
 )
 from funitel.proto.errors import NotReady
-from funitel_testing.tiny import save_tiny
+from funitel_testing.tiny import byte_tokenizer, save_tiny
+from funitel_testing.zoo import ZOO
 
 SECONDS = 30.0  # after which a test has hung
 DELTA = RequestOutputKind.DELTA
@@ -354,6 +356,14 @@ def test_closing_fails_what_runs(model: Path) -> None:
 
 # Many at random
 
+
+def save_hybrid(folder: Path) -> Path:
+    """A random model with recurrent layers."""
+    ZOO["qwen3_5"].save(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"seed": 1, "temperature": 1.3, "top_k": 30},
@@ -364,16 +374,25 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+def said(completion: CompletionOutput) -> tuple[Any, ...]:
+    """What a completion is, without sums of scores: in torch their last digit hangs on what shares a step."""
+    return completion.index, completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason
+
+
+ENDS = ("stop", "abort", "release", "drop")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) -> None:
-    num_requests = 1000 if family == "llama" else 150
+    num_requests = 1000 if family == "llama" else 60
     draw = random.Random(19)
+    fates = {i: ENDS[i // 3 % len(ENDS)] for i in range(0, num_requests, 3)}  # the others are to finish
     prompts = [f"{'word ' * draw.randrange(6)}{draw.randrange(40)}" for _ in range(num_requests)]
     params = [
         SamplingParams(max_tokens=draw.randrange(1, 40), ignore_eos=True, **WAYS[i % len(WAYS)])
         for i in range(num_requests)
     ]
-    folder = save_tiny(family, tmp_path)
+    folder = save_tiny(family, tmp_path) if family == "llama" else save_hybrid(tmp_path)
     # The pool holds a few of them only, so that they are preempted, too.
     with LLM(folder, num_threads=1, block_size=4, max_batch_total_tokens=400, max_total_tokens=120) as llm:
         expected = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -382,7 +401,7 @@ def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) ->
         with AsyncLLM(llm) as engine:
             running: dict[int, RequestHandle] = {}
             left = list(range(num_requests))
-            counts = dict.fromkeys(("pause", "resume", "stop", "abort", "release", "drop"), 0)
+            counts = dict.fromkeys(("pause", "resume", *ENDS), 0)
             ended: dict[int, RequestHandle] = {}
             while left or running:
                 while left and len(running) < 60:
@@ -395,31 +414,30 @@ def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) ->
                 elif kind < 0.4:
                     handle.pause()
                     counts["pause"] += 1
-                elif kind < 0.93:
+                elif kind < 0.93 or i not in fates:
                     handle.resume()
                     counts["resume"] += 1
-                elif kind < 0.95:
-                    handle.stop()
-                    counts["stop"] += 1
-                elif kind < 0.97:
-                    handle.abort()
-                    counts["abort"] += 1
-                elif kind < 0.98:
-                    running.pop(i).release()
-                    counts["release"] += 1
-                elif kind < 0.985:
-                    del running[i], handle
-                    counts["drop"] += 1
+                else:
+                    counts[fates[i]] += 1
+                    match fates[i]:
+                        case "stop":
+                            handle.stop()
+                        case "abort":
+                            handle.abort()
+                        case "release":
+                            running.pop(i).release()
+                        case "drop":
+                            del running[i], handle
                 time.sleep(0.0002)
             assert all(counts.values()), counts
             states = {i: handle.state for i, handle in ended.items()}
             found = {i: handle.output.outputs for i, handle in ended.items()}
         finished = [i for i, state in states.items() if state is RequestState.FINISHED]
         stopped = [i for i, state in states.items() if state is RequestState.STOPPED]
-        assert len(finished) > num_requests / 3 and stopped
+        assert len(finished) >= num_requests * 2 // 3 and stopped
         assert RequestState.FAILED not in states.values()
         for i in finished:
-            assert found[i] == expected[i]
+            assert list(map(said, found[i])) == list(map(said, expected[i]))
         for i in stopped:
             for part, whole in zip(found[i], expected[i], strict=True):
                 assert part.token_ids == whole.token_ids[: len(part.token_ids)]

@@ -5,7 +5,7 @@ The generations of a step are taken where the engine delivers them, without waki
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,6 +16,7 @@ from funitel.router.core import request_context
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
+from funitel.router.serving.running import RunningRequest
 from funitel.router.serving.service import Service
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
@@ -127,7 +128,16 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
         async with AsyncExitStack() as stack:
             for job in jobs:
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
-            yield streams
+            with _listed(jobs[0], streams):
+                yield streams
+
+
+def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractContextManager[None]:
+    """List the HTTP request of some streams among those that run, as long as the block lasts."""
+    service, account = job.service, job.arrived.account
+    owner = b"" if account is None else account.owner
+    request = RunningRequest(request_context.current(), owner, streams, service.engine.paused)
+    return service.running.entered(request)
 
 
 def _max_tokens(jobs: Sequence[GenerationJob]) -> int:
