@@ -16,6 +16,7 @@ from funitel.proto.errors import FunitelError, Overloaded, TemplateError
 from funitel.proto.step import FinishReason, GeneratedText, Generation, PromptTop, Tokens
 from funitel.router.core.request import Limits, Request
 from funitel.router.core.stream import TokenStream
+from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.sandbox.pool import WorkerUnavailable
 from funitel.router.sandbox.worker import Answer
@@ -92,6 +93,10 @@ class FakeEngine:
     def reserve(self, incoming: Request) -> Reservation:
         self.check_room(incoming)
         return self.reservations.hold(incoming.key)
+
+    @property
+    def paused(self) -> PausedRequests:
+        return PausedRequests(lambda: (), lambda *_: None, lambda: False, Metrics())
 
     @property
     def views(self) -> dict[int, EngineView]:

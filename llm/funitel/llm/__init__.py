@@ -8,18 +8,26 @@ from funitel.proto.extras import requiring
 from funitel.router.core.grammar import Grammar
 
 with requiring("server", "funitel.llm"):
+    from funitel.llm.async_llm import AsyncLLM
+    from funitel.llm.handle import RequestHandle
     from funitel.llm.llm import LLM
-    from funitel.llm.outputs import CompletionOutput, Logprob, RequestOutput
-    from funitel.llm.sampling import SamplingParams
+    from funitel.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from funitel.llm.results import RequestState
+    from funitel.llm.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "FunitelError",
     "Grammar",
     "InvalidRequest",
     "Logprob",
+    "RequestHandle",
+    "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestState",
     "SamplingParams",
     "StartupError",
 ]

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from funitel.llm.outputs import CompletionOutput, RequestOutput, completion
+from funitel.llm.completions import CompletionBuilder
+from funitel.llm.outputs import RequestMetrics, RequestOutput
 from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, numbered, room_for
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import FunitelError, Incomplete
 from funitel.proto.step import StoppingParams
 from funitel.router.core.request import Limits, Request
+from funitel.router.core.stream import TokenStream
 from funitel.router.engine.engine import Engine
+from funitel.router.serving.run import spanning
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,14 @@ class CompletionJob:
             max_new_tokens=max_new_tokens, stop_sequences=params.stops, ignore_eos=params.ignore_eos
         )
         requests = [
-            Request(input_ids=prompt.ids, sampling=sampling, stopping=stopping, top_n_tokens=params.logprobs or 0)
+            Request(
+                input_ids=prompt.ids,
+                sampling=sampling,
+                stopping=stopping,
+                top_n_tokens=params.logprobs or 0,
+                prefill_logprobs=params.prompt_logprobs is not None,
+                prompt_logprobs=params.prompt_logprobs,
+            )
             for sampling in params.for_engine(banned_tokens)
         ]
         return cls(index, prompt, params, tuple(requests))
@@ -76,15 +86,31 @@ async def _run_job(engine: Engine, job: CompletionJob, progress: CompletionProgr
     except BaseExceptionGroup as failures:
         error = failures.exceptions[0]
         raise (numbered("prompt", job.index, error) if isinstance(error, FunitelError) else error) from None
-    return RequestOutput(job.prompt.text, job.prompt.ids, tuple(task.result() for task in tasks))
+    return output_of(job, [task.result() for task in tasks])
 
 
-async def _complete(engine: Engine, job: CompletionJob, index: int, progress: CompletionProgress) -> CompletionOutput:
-    generations = []
+def output_of(job: CompletionJob, completed: Sequence[tuple[CompletionBuilder, TokenStream]]) -> RequestOutput:
+    """The whole output of a job that has ended."""
+    streams = [stream for _, stream in completed]
+    num_tokens = sum(builder.num_tokens for builder, _ in completed)
+    return RequestOutput(
+        job.prompt.text,
+        job.prompt.ids,
+        tuple(builder.output() for builder, _ in completed),
+        metrics=RequestMetrics.of(spanning([stream.timings for stream in streams]), num_tokens),
+        num_cached_tokens=min(stream.num_cached_tokens for stream in streams),
+        prompt_logprobs=completed[0][0].prompt_logprobs,
+    )
+
+
+async def _complete(
+    engine: Engine, job: CompletionJob, index: int, progress: CompletionProgress
+) -> tuple[CompletionBuilder, TokenStream]:
+    builder = CompletionBuilder(index, job.params)
     async with engine.submit(job.requests[index]) as stream:
         async for generation in stream:
-            generations.append(generation)
+            builder.feed(generation)
             progress.count(len(generation.tokens.ids), is_last=generation.finished is not None)
             if generation.finished is not None:
-                return completion(index, generations, generation.finished, job.params)
+                return builder, stream
     raise Incomplete("the stream ended without its last token")

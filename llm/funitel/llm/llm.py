@@ -3,20 +3,23 @@
 import os
 import re
 import sys
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
 from funitel.llm.calls import CompletionJob, run_jobs
+from funitel.llm.handle import RequestHandle, StartedRequest
 from funitel.llm.loaded import LoadedModel
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
+from funitel.llm.results import RequestResults
 from funitel.llm.sampling import SamplingParams, is_int, params_for
 from funitel.model_server.hub import resolve
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
-from funitel.proto.errors import SettingsError, StartupError
+from funitel.proto.errors import InvalidRequest, SettingsError, StartupError
 from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import read_recommended
 
@@ -150,6 +153,32 @@ class LLM:
         """
         return self._run(self._encoder.chats(messages), sampling_params, use_tqdm)
 
+    def start_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> RequestHandle:
+        """Begin to complete one prompt, and return at once.
+
+        Args:
+            prompt: a text or token ids.
+            sampling_params: the model's recommended sampling when not given.
+            request_id: of the outputs; a random one when not given.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter is invalid.
+            NotReady: the LLM was closed.
+        """
+        prompts = self._encoder.prompts(prompt)
+        if len(prompts) != 1:
+            raise InvalidRequest(f"prompt must be one text or its token ids, given {len(prompts)} prompts", "prompt")
+        (job,) = self._jobs(prompts, sampling_params)
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        results = RequestResults(job, request_id)
+        started = StartedRequest(job, results)
+        handle = RequestHandle(request_id, started, results, self._model.loop, self._model)
+        engine = self._model.engine
+        self._model.loop.post(lambda: started.begin(engine))
+        return handle
+
     def close(self) -> None:
         """Cancel the calls of other threads and free the memory; idempotent."""
         self._model.close()
@@ -166,16 +195,23 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        model = self._model
+        jobs = self._jobs(prompts, sampling_params)
+        with CompletionProgress(sum(job.params.n for job in jobs), is_shown=use_tqdm) as progress:
+            return model.loop.run(run_jobs(model.engine, jobs, progress), progress.show)
+
+    def _jobs(
+        self, prompts: Sequence[EncodedPrompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None
+    ) -> list[CompletionJob]:
+        """Pair prompts with their parameters and check them."""
         each = params_for(self._default_params if sampling_params is None else sampling_params, len(prompts))
         model = self._model
-        jobs = [
+        return [
             CompletionJob.of(
                 index, prompt, params, model.limits, model.vocab_size, self._encoder.banned_tokens(params.bad_words)
             )
             for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
-        with CompletionProgress(sum(params.n for params in each), is_shown=use_tqdm) as progress:
-            return model.loop.run(run_jobs(model.engine, jobs, progress), progress.show)
 
 
 def _recommended(folder: Path) -> SamplingParams:

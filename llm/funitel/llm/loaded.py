@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from funitel.llm.ranks import LocalRanks
-from funitel.llm.threads import CLOSED, ComputeThread, LoopThread
+from funitel.llm.threads import CLOSED, CLOSED_EARLY, ComputeThread, LoopThread
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError, NotReady
@@ -74,6 +74,11 @@ async def _nothing() -> None:
 
 def _shut_down(loop: LoopThread, engine: Engine, compute: ComputeThread) -> None:
     """End the loop, then the compute thread; the garbage collector may call this on either."""
-    loop.close(engine.close)
+
+    async def close() -> None:
+        engine.fail_all(NotReady(CLOSED_EARLY))  # requests that were started and are not waited for
+        await engine.close()
+
+    loop.close(close)
     loop.join()
     compute.join()

@@ -1,17 +1,15 @@
-"""Result types of a prompt, built from the output of the engine."""
+"""Result types of a prompt that is completed."""
 
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from funitel.llm.sampling import SamplingParams
-from funitel.proto.step import FinishReason, GeneratedText, Generation
-from funitel.router.chat.transcript import Transcript
+from funitel.router.core.stream import Timings
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A candidate token at one position of a completion.
+    """A candidate token at one position.
 
     Attributes:
         logprob: its log-probability under the model, before temperature, penalties and filters.
@@ -34,7 +32,8 @@ class CompletionOutput:
         token_ids: all generated tokens, with end of text and stop.
         cumulative_logprob: sum of the tokens' log-probabilities under the model.
         logprobs: at each position, the likeliest tokens and the chosen one, by token id; None if not requested.
-        finish_reason: `stop` at the model's end of text or a stop text, `length` at `max_tokens` or the context's end.
+        finish_reason: `stop` at the model's end of text or a stop text, `length` at `max_tokens` or the context's end,
+            `abort` where the request was stopped; None while it goes on.
         stop_reason: the stop text or the stop token that occurred.
     """
 
@@ -43,67 +42,82 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float
     logprobs: tuple[dict[int, Logprob], ...] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: str | int | None
 
 
 @dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """The times of a request; instants in seconds since the epoch, None for what has not happened.
+
+    Attributes:
+        arrival_time: it was queued.
+        first_scheduled_time: the first step with it was planned.
+        first_token_time: its first token came.
+        last_token_time: its latest token came.
+        finished_time: it ended.
+        time_in_queue: seconds from arrival to the first step.
+        num_generation_tokens: of all its completions.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    last_token_time: float | None
+    finished_time: float | None
+    time_in_queue: float | None
+    num_generation_tokens: int
+
+    @classmethod
+    def of(cls, timings: Timings, num_tokens: int) -> Self:
+        """Convert instants of the monotonic clock."""
+        offset = time.time() - time.monotonic()
+
+        def instant(at: float | None) -> float | None:
+            return None if at is None else at + offset
+
+        return cls(
+            arrival_time=timings.submitted + offset,
+            first_scheduled_time=instant(timings.started),
+            first_token_time=instant(timings.first_token),
+            last_token_time=instant(timings.latest),
+            finished_time=instant(timings.finished),
+            time_in_queue=None if timings.started is None else timings.started - timings.submitted,
+            num_generation_tokens=num_tokens,
+        )
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens a second, from the first step to the latest token."""
+        first, last = self.first_scheduled_time, self.last_token_time
+        return None if first is None or last is None or last <= first else self.num_generation_tokens / (last - first)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its `n` completions; `prompt` is None where token ids were given."""
+    """A prompt and its `n` completions.
+
+    Attributes:
+        prompt: None where token ids were given.
+        outputs: the completions; of a delta only those with something new.
+        request_id: of a request that was started; empty otherwise.
+        finished: whether every completion has ended.
+        metrics: the times of the request; None before it was queued.
+        num_cached_tokens: of the prompt, in the cached prefix.
+        prompt_logprobs: at each position of the prompt, as `CompletionOutput.logprobs`; None at the first, and where
+            not requested.
+    """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
-
-
-def completion(
-    index: int, generations: Sequence[Generation], finished: GeneratedText, params: SamplingParams
-) -> CompletionOutput:
-    """Build a completion from the outputs of all its steps."""
-    transcript = Transcript(
-        params.stops,
-        keeps_tokens=False,
-        shows_special=not params.skip_special_tokens,
-        shows_stop=params.include_stop_str_in_output,
-    )
-    logprobs = [logprob for generation in generations for logprob in generation.tokens.logprobs]
-    return CompletionOutput(
-        index=index,
-        text="".join(map(transcript.feed, generations)),
-        token_ids=tuple(token_id for generation in generations for token_id in generation.tokens.ids),
-        cumulative_logprob=sum(logprobs),
-        logprobs=None if params.logprobs is None else _logprobs(generations, params.logprobs),
-        finish_reason="stop" if finished.openai_reason == "stop" else "length",
-        stop_reason=_stop_reason(generations[-1].tokens.ids[-1], finished, params),
-    )
-
-
-def _stop_reason(last_token: int, finished: GeneratedText, params: SamplingParams) -> str | int | None:
-    if finished.stop_index is not None:
-        return params.stops[finished.stop_index]
-    is_stop = finished.finish_reason is FinishReason.EOS_TOKEN and last_token in params.stop_token_ids
-    return last_token if is_stop else None
-
-
-def _logprobs(generations: Sequence[Generation], num_top: int) -> tuple[dict[int, Logprob], ...]:
-    return tuple(
-        _at_position(generation, position, num_top)
-        for generation in generations
-        for position in range(len(generation.tokens.ids))
-    )
-
-
-def _at_position(generation: Generation, position: int, num_top: int) -> dict[int, Logprob]:
-    """The likeliest tokens, best first, then the chosen token if it is not among them."""
-    found = {}
-    if generation.top_tokens:
-        top = generation.top_tokens[position]
-        ranked = zip(top.ids, top.logprobs, top.texts, strict=True)
-        found = {
-            token_id: Logprob(logprob, rank, text)
-            for rank, (token_id, logprob, text) in enumerate(ranked, 1)
-            if rank <= num_top
-        }
-    tokens = generation.tokens
-    chosen = Logprob(tokens.logprobs[position], None, tokens.texts[position])
-    return found if tokens.ids[position] in found else found | {tokens.ids[position]: chosen}
+    request_id: str = ""
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None

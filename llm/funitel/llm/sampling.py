@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from funitel.proto import step
@@ -17,6 +18,14 @@ NUM_SEEDS = 2**64
 _NEUTRAL = DecodingStrategy()
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+
+
+class RequestOutputKind(Enum):
+    """What each output of a request that is read while it runs has of its completions."""
+
+    CUMULATIVE = "cumulative"  # all of them so far
+    DELTA = "delta"  # what is new since the output before
+    FINAL_ONLY = "final_only"  # there is one output, at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: as OpenAI defines them.
         repetition_penalty: divides the logits of tokens that occurred, also in the prompt.
         logprobs: number of likeliest tokens to report at each position, besides the chosen one; None: nothing.
+        prompt_logprobs: the same for the prompt's tokens from the second on; it is computed without the prefix cache.
         ignore_eos: go on after the model's end of text.
         min_tokens: tokens before which nothing ends a completion.
         stop_token_ids: tokens that end a completion, as the model's end of text does.
@@ -45,6 +55,7 @@ class SamplingParams:
             fsd_random_tokens, no_repeat_ngram_size: decoding strategies, as docs/decoding.md defines them.
         logit_bias: added to the logits of tokens, by id.
         grammar: constraint of the completion: `Grammar.json(schema)`, `.regex(pattern)` or `.choice(texts)`.
+        output_kind: what the outputs of a request have that is read while it runs; `LLM.generate` gives whole ones.
     """
 
     n: int = 1
@@ -61,6 +72,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()
@@ -88,6 +100,7 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] | None = None
     grammar: Grammar | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1)
@@ -103,8 +116,9 @@ class SamplingParams:
         _check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, is_open=True)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0)
         _check_int("min_tokens", self.min_tokens, 0)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -115,6 +129,8 @@ class SamplingParams:
         self._check_strategy()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise _wrong("grammar", "a Grammar", self.grammar)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _wrong("output_kind", "a RequestOutputKind", self.output_kind)
 
     def _check_stop(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -175,8 +191,9 @@ class SamplingParams:
 
     def check_vocabulary(self, size: int) -> None:
         """Raise InvalidRequest for parameters that exceed a vocabulary of `size` tokens."""
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, size)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, size)
         for token_id in self.logit_bias or ():
             _check_int("logit_bias: a token id", token_id, 0, size - 1)
         for name in ("stop_token_ids", "allowed_token_ids"):

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from funitel.proto.errors import NotReady
@@ -20,6 +20,7 @@ POLL_SECONDS = 0.1  # between two progress updates of a call
 CANCEL_SECONDS = 60.0  # timeout of a cancelled call; only a hung thread needs longer
 
 CLOSED = "this LLM is closed"
+CLOSED_EARLY = "this LLM was closed before the answer was complete"
 
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
@@ -95,6 +96,22 @@ class LoopThread:
             undo.pop_all()
         return done.result()
 
+    def post(self, call: Callable[[], None]) -> None:
+        """Run a call on the loop soon; calls run in the order in which they were posted.
+
+        Raises:
+            NotReady: the thread was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise NotReady(CLOSED)
+            self._loop.call_soon_threadsafe(call)
+
+    def post_if_open(self, call: Callable[[], None]) -> None:
+        """Run a call on the loop soon, unless the thread has ended; takes no lock, so that finalizers may call it."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call)
+
     def close(self, shut_down: Callable[[], Awaitable[None]]) -> None:
         """Cancel running calls, then await `shut_down`, then end."""
         with self._lock:
@@ -113,7 +130,7 @@ class LoopThread:
         def finish(task: "asyncio.Task[T]") -> None:
             del self._tasks[done]
             if task.cancelled():
-                done.set_exception(NotReady("this LLM was closed before the answer was complete"))
+                done.set_exception(NotReady(CLOSED_EARLY))
             elif (error := task.exception()) is not None:
                 done.set_exception(error)
             else:

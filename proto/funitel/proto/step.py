@@ -53,8 +53,9 @@ class GrammarType(IntEnum):
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended; values are those of the wire."""
+    """Why a sequence ended; values are those of the wire, which has no ABORT: the router decides that."""
 
+    ABORT = -1
     LENGTH = 0
     EOS_TOKEN = 1
     STOP_SEQUENCE = 2
@@ -67,7 +68,10 @@ class FinishReason(IntEnum):
     @property
     def openai(self) -> str:
         """The word of OpenAI's routes."""
-        return "length" if self is FinishReason.LENGTH else "stop"
+        return _OPENAI_REASONS.get(self, "stop")
+
+
+_OPENAI_REASONS = {FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ class Choice:
     def _finished(self, finished: GeneratedText) -> Finished:
         job, usage = self._job, replace(self.usage, completion_tokens=finished.num_tokens)
         reason = _end_reason(finished)
-        if self._num_calls and reason is not EndReason.LENGTH:
+        if self._num_calls and reason not in (EndReason.LENGTH, EndReason.ABORT):
             return Finished(EndReason.TOOL_CALLS, usage)
         return Finished(reason, usage, _stop_found(finished, job.request.stopping.stop_sequences))
 
@@ -158,7 +158,10 @@ def _end_reason(finished: GeneratedText) -> EndReason:
     """A stop found with the last token allowed is a stop."""
     if finished.stop_start is not None or finished.finish_reason is FinishReason.STOP_SEQUENCE:
         return EndReason.STOP_SEQUENCE
-    return EndReason.LENGTH if finished.finish_reason is FinishReason.LENGTH else EndReason.END
+    return _END_REASONS.get(finished.finish_reason, EndReason.END)
+
+
+_END_REASONS = {FinishReason.LENGTH: EndReason.LENGTH, FinishReason.ABORT: EndReason.ABORT}
 
 
 def _stop_found(finished: GeneratedText, stops: tuple[str, ...]) -> str | None:

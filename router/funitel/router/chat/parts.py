@@ -10,6 +10,7 @@ class EndReason(Enum):
     END = "end"  # the model said so
     STOP_SEQUENCE = "stop_sequence"  # a stop of the request was found; it is not part of the text
     LENGTH = "length"
+    ABORT = "abort"  # someone aborted it; the answer is cut off
     TOOL_CALLS = "tool_calls"  # the model called tools and waits for their results
 
 

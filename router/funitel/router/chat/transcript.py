@@ -147,7 +147,10 @@ def _is_ending(generation: Generation, place: int) -> bool:
     """Whether a token is what ended the sequence."""
     finished = generation.finished
     is_last = finished is not None and place == len(generation.tokens.ids) - 1
-    return is_last and finished is not None and finished.finish_reason is not FinishReason.LENGTH
+    return is_last and finished is not None and finished.finish_reason not in _CUT
+
+
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT)  # nothing of the model ended it
 
 
 def _scored_tokens(tokens: Tokens) -> tuple[ScoredToken, ...]:

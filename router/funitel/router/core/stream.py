@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from funitel.proto.errors import Cancelled, FunitelError, Incomplete
-from funitel.proto.step import Generation
+from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
 from funitel.router.core.request import Request
 from funitel.router.core.request_trace import RequestTrace
 
@@ -50,6 +50,7 @@ class TokenStream:
         self.request = request
         self.timings = Timings()
         self.num_cached_tokens = 0  # of the prompt, in the cached prefix
+        self.sequence_id = -1  # in the table that has it
         self._cancel = cancel
         self.trace = RequestTrace.of_caller()
         self.num_tokens = 0  # delivered
@@ -60,11 +61,26 @@ class TokenStream:
         self._done = False
         self._is_exhausted = False
 
-    def move(self, cancel: Callable[[], None]) -> None:
-        """Continue the answer on another replica, where `cancel` ends it."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last event was delivered, or the reader has left."""
+        return self._done
+
+    def move(self, cancel: Callable[[], None], why: str = "moved") -> None:
+        """Continue the answer elsewhere, where `cancel` ends it; `why` as `RequestTrace.wait_again` takes it."""
         self._cancel = cancel
         if self.trace is not None:
-            self.trace.wait_again("moved")
+            self.trace.wait_again(why)
+
+    def stop(self) -> None:
+        """End the answer now with the tokens it has, wherever its sequence is; does nothing once it has ended."""
+        if self._done:
+            return
+        self._cancel()
+        sampling = self.request.sampling
+        seed = sampling.seed if sampling.is_sampled else None
+        ending = GeneratedText("", self.num_tokens, FinishReason.ABORT, seed)
+        self.deliver(Generation(self.sequence_id, Tokens((), (), ()), finished=ending))
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` with every event, at once with earlier ones; instead of iteration.
@@ -84,12 +100,13 @@ class TokenStream:
         else:
             num_tokens = len(event.tokens.ids)
             self.num_tokens += num_tokens
-            timings = self.timings
-            if timings.first_token is None:
-                timings.first_token = now
-            timings.latest = now
-            if self.trace is not None:
-                self.trace.deliver(num_tokens)
+            if num_tokens:
+                timings = self.timings
+                if timings.first_token is None:
+                    timings.first_token = now
+                timings.latest = now
+                if self.trace is not None:
+                    self.trace.deliver(num_tokens)
             if event.finished is not None:
                 self._end(now)
         if self._listener is not None:
@@ -101,6 +118,12 @@ class TokenStream:
         self._events.append(event)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
+
+    def leave(self, why: FunitelError) -> None:
+        """Cancel the request; nothing is delivered any more. It must not have ended."""
+        self._listener = None  # it may refer back to this
+        self._end(time.monotonic(), why)
+        self._cancel()
 
     def _end(self, now: float, error: FunitelError | None = None) -> None:
         self._done = True
@@ -115,9 +138,7 @@ class TokenStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._done:
-            why = error if isinstance(error, FunitelError) else Cancelled("left early")  # a sibling has failed
-            self._end(time.monotonic(), why)
-            self._cancel()
+            self.leave(error if isinstance(error, FunitelError) else Cancelled("left early"))  # a sibling has failed
 
     def __aiter__(self) -> "TokenStream":
         return self

@@ -12,10 +12,11 @@ from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
 from funitel.router.core.request import Limits, Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.interface import ReplicaLoad
+from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.engine.step_loop import StepLoop
-from funitel.router.scheduler.admission import Admission
+from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.capabilities import check_capabilities
@@ -44,6 +45,7 @@ class Engine:
         self._scheduler = scheduler
         self._metrics = metrics
         self.requests = RequestTable(scheduler, metrics, admission, enqueue=self._take, wake=self._wake)
+        self.paused = PausedRequests(lambda: (self.requests,), self._resume, lambda: self.can_resume, metrics)
         self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
         self._steps = StepLoop(
             replica,
@@ -80,7 +82,20 @@ class Engine:
         self._check_open()
         sequence = self._sequence_of(request)
         self._next_id += 1
-        return self.requests.admit(sequence, self.requests.in_flight(request.key))
+        return self.requests.admit(sequence, self._in_flight(request.key))
+
+    def _in_flight(self, key: bytes) -> InFlight:
+        found = self.requests.in_flight(key)
+        return found + self.paused.in_flight(key) if self.paused else found
+
+    def _resume(self, sequence: Sequence, stream: TokenStream) -> None:
+        """Let a paused sequence go on."""
+        if self._steps.has_ended:
+            stream.deliver(ShardFailed("the engine has stopped"))
+            return
+        sequence.id = self._next_id
+        self._next_id += 1
+        self.requests.adopt(sequence, stream)
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -169,9 +184,11 @@ class Engine:
         for _, task in self._compiling.values():
             task.cancel()
         self.requests.fail_all(error)
+        self.paused.fail_all(error)
 
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, then close the shards."""
         self._is_draining = True
+        self.paused.close()
         await self.requests.drained()
         await self._steps.close()

@@ -6,6 +6,7 @@ from typing import Protocol
 from funitel.proto.errors import FunitelError
 from funitel.router.core.request import Limits, Request
 from funitel.router.core.stream import TokenStream
+from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.scheduler.admission import Reservation
 
@@ -46,6 +47,10 @@ class Inference(Admits, Protocol):
     @property
     def views(self) -> dict[int, EngineView]:
         """What the state of each replica that serves is read from, by its index."""
+
+    @property
+    def paused(self) -> PausedRequests:
+        """What pauses and resumes requests, by their streams."""
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request, or raise Overloaded or NotReady."""

@@ -34,6 +34,7 @@ class RequestTable:
         wake: Callable[[], None],
     ) -> None:
         self.streams: dict[int, TokenStream] = {}
+        self._sequences: dict[int, Sequence] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._num_of_key: Counter[bytes] = Counter()
         self._left = asyncio.Event()  # set whenever a request ends
@@ -105,6 +106,8 @@ class RequestTable:
 
     def _add(self, sequence: Sequence, stream: TokenStream) -> None:
         self.streams[sequence.id] = stream
+        self._sequences[sequence.id] = sequence
+        stream.sequence_id = sequence.id
         self._num_of_key[stream.request.key] += 1
         deadline = sequence.request.deadline
         if deadline is not None:
@@ -123,11 +126,22 @@ class RequestTable:
             timer.cancel()
         stream = self.streams.pop(sequence_id, None)
         if stream is not None:
+            del self._sequences[sequence_id]
             key = stream.request.key
             self._num_of_key[key] -= 1
             if not self._num_of_key[key]:
                 del self._num_of_key[key]
         return stream
+
+    def find(self, stream: TokenStream) -> Sequence | None:
+        """Return the sequence of a stream, if it is here."""
+        return self._sequences[stream.sequence_id] if self.streams.get(stream.sequence_id) is stream else None
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence that is here out of every later step; its stream goes on elsewhere."""
+        self.remove(sequence)
+        self._holder.remove(sequence)
+        self._wake()
 
     def fail(self, sequence: Sequence, error: FunitelError) -> None:
         """End a sequence, wherever it is; its client gets the error."""
@@ -156,10 +170,8 @@ class RequestTable:
 
     def _cancel(self, sequence: Sequence) -> None:
         """Take a sequence out of every later step."""
-        self.remove(sequence)
-        self._holder.remove(sequence)
+        self.withdraw(sequence)
         self._metrics.count_cancelled()
-        self._wake()
 
     async def drained(self) -> None:
         """Return once no request is here."""

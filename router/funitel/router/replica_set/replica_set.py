@@ -16,9 +16,10 @@ from funitel.proto.errors import FunitelError, ShardFailed, StartupError
 from funitel.router.core.request import Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.engine import Engine
+from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.replica_set.failover import MAX_LOSSES
+from funitel.router.replica_set.failover import MAX_LOSSES, NO_REPLICA
 from funitel.router.replica_set.holding_queue import HoldingQueue
 from funitel.router.replica_set.load_balancer import choose_replica
 from funitel.router.replica_set.membership import Membership
@@ -41,6 +42,9 @@ class ReplicaSet(Membership[ServingReplica]):
         self._infos = tuple(info for member in members for info in member.shards.infos)
         self._holding = HoldingQueue(metrics.child(0), members[0].slot.admission)
         self._reservations = Reservations()
+        self.paused = PausedRequests(
+            lambda: (holder.requests for holder in self._holders()), self._unpause, self._can_resume, metrics
+        )
         self._next_id = 0
         self._newest: tuple[Request, ServingReplica] | None = None
         metrics.set_limits(self.limits)
@@ -104,7 +108,19 @@ class ReplicaSet(Membership[ServingReplica]):
         for holder in self._holders():
             if holder.requests:
                 found += holder.requests.in_flight(key)
-        return found
+        return found + self.paused.in_flight(key) if self.paused else found
+
+    def _can_resume(self) -> bool:
+        return all(member.engine.can_resume for member in self._serving)
+
+    def _unpause(self, sequence: Sequence, stream: TokenStream) -> None:
+        """Let a paused sequence go on with the replica that suits it best, or wait for one."""
+        if self._return_timeout.is_over:
+            stream.deliver(ShardFailed(NO_REPLICA))
+            return
+        sequence.id = self._next_id
+        self._next_id += 1
+        self._resume(sequence, stream)
 
     def _replica_of_sibling(self, request: Request) -> ServingReplica | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""
@@ -122,10 +138,12 @@ class ReplicaSet(Membership[ServingReplica]):
         """End every request; clients get the error."""
         for holder in self._holders():
             holder.fail_all(error)
+        self.paused.fail_all(error)
 
     async def close(self) -> None:
         """Refuse new requests, let running ones finish on any replica, then close the shards."""
         self._is_draining = True
+        self.paused.close()
         while any(holder.requests for holder in self._holders()):
             await asyncio.gather(*(holder.requests.drained() for holder in self._holders()))
         await self._close_members()

@@ -5,17 +5,18 @@ The generations of a step are taken where the engine delivers them, without waki
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
-from funitel.proto.step import GeneratedText, Generation
+from funitel.proto.step import FinishReason, GeneratedText, Generation
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
+from funitel.router.serving.running import RunningRequest
 from funitel.router.serving.service import Service
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
@@ -80,7 +81,9 @@ class _Run:
                 num_tokens, latest = len(event.tokens.ids), job.latest_token
                 job.num_tokens += num_tokens
                 job.latest_token = now
-                if latest is not None:
+                if not num_tokens:
+                    pass  # an abort
+                elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
                     job.num_cached_tokens = stream.num_cached_tokens
@@ -125,7 +128,16 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
         async with AsyncExitStack() as stack:
             for job in jobs:
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
-            yield streams
+            with _listed(jobs[0], streams):
+                yield streams
+
+
+def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractContextManager[None]:
+    """List the HTTP request of some streams among those that run, as long as the block lasts."""
+    service, account = job.service, job.arrived.account
+    owner = b"" if account is None else account.owner
+    request = RunningRequest(request_context.current(), owner, streams, service.engine.paused)
+    return service.running.entered(request)
 
 
 def _max_tokens(jobs: Sequence[GenerationJob]) -> int:
@@ -151,6 +163,7 @@ def spanning(timings: Sequence[Timings]) -> Timings:
         submitted=min(each.submitted for each in timings),
         started=min((each.started for each in timings if each.started is not None), default=None),
         first_token=min((each.first_token for each in timings if each.first_token is not None), default=None),
+        latest=max((each.latest for each in timings if each.latest is not None), default=None),
         finished=max((each.finished for each in timings if each.finished is not None), default=None),
     )
 
@@ -183,7 +196,23 @@ async def collect_all(jobs: Sequence[GenerationJob]) -> list[Answer]:
     """
     generations: list[list[Generation]] = [[] for _ in jobs]
     endings = await _run_all(jobs, lambda place, generation: generations[place].append(generation))
-    return [Answer(each, *ending) for each, ending in zip(generations, endings, strict=True)]
+    return [
+        Answer(each, _whole(each, finished), timings)
+        for each, (finished, timings) in zip(generations, endings, strict=True)
+    ]
+
+
+def _whole(generations: Sequence[Generation], finished: GeneratedText) -> GeneratedText:
+    """How a sequence ended, with its text; that of an aborted one is made here, of its tokens."""
+    if finished.finish_reason is not FinishReason.ABORT:
+        return finished
+    text = "".join(
+        text
+        for tokens in (generation.tokens for generation in generations)
+        for text, is_special in zip(tokens.texts, tokens.is_special or (False,) * len(tokens.ids), strict=True)
+        if not is_special
+    )
+    return replace(finished, text=text)
 
 
 async def collect_best(jobs: Sequence[GenerationJob], best_of: Sequence[int]) -> list[list[Answer]]:

@@ -17,6 +17,7 @@ from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
 from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.serving.admission_gate import TokenizeLimit
+from funitel.router.serving.running import RunningRequests
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
@@ -41,6 +42,7 @@ class Service:
         self.recommended = RecommendedSampling()
         self.facts = ModelOrigin()
         self.drain = Drain()
+        self.running = RunningRequests()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None

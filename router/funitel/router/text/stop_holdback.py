@@ -58,6 +58,8 @@ class StopHoldback:
 
     def finish(self, finished: GeneratedText) -> str:
         """Return what was not shown yet of the whole text, up to the stop that ended it, or with it."""
+        if finished.finish_reason is FinishReason.ABORT:  # its text is nowhere whole
+            return self._show(self._held)
         end = stop_start(finished, self._stop_sequences)
         if self._shows_stop and end < len(finished.text):
             index = finished.stop_index

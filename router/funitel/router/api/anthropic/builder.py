@@ -153,6 +153,8 @@ def _stop_reason(finished: Finished, max_tokens: int) -> StopReason:
         case EndReason.LENGTH:
             is_full = finished.usage.completion_tokens < max_tokens
             return "model_context_window_exceeded" if is_full else "max_tokens"
+        case EndReason.ABORT:  # Anthropic has no word for it; this one says that the answer is cut off
+            return "max_tokens"
         case EndReason.END:
             return "end_turn"
 

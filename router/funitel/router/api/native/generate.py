@@ -149,6 +149,7 @@ def _events_of(
 ) -> list[StreamResponse]:
     """One event for each token; the last token of a sequence carries how it ended."""
     top_tokens = top_token_lists(generation.top_tokens)
+    tokens = Token.list_of(generation.tokens) or [Token(id=0, text="", logprob=None, special=True)]  # of an abort
     events = [
         StreamResponse(
             index=index + 1 + place,
@@ -157,7 +158,7 @@ def _events_of(
             generated_text=None,
             details=None,
         )
-        for place, token in enumerate(Token.list_of(generation.tokens))
+        for place, token in enumerate(tokens)
     ]
     finished = generation.finished
     if finished is not None:

@@ -194,7 +194,7 @@ class Token(BaseModel):
 
 
 class _Ending(BaseModel):
-    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    finish_reason: Literal["length", "eos_token", "stop_sequence", "abort"]
     generated_tokens: int
     seed: int | None = Field(description="null unless tokens were sampled.")
 

@@ -73,7 +73,7 @@ class ChatChoice(BaseModel):
     index: int = 0
     message: AnswerMessage
     logprobs: Logprobs | None
-    finish_reason: str = Field(description="`stop`, `length`, `tool_calls` or `function_call`.")
+    finish_reason: str = Field(description="`stop`, `length`, `tool_calls`, `function_call` or `abort`.")
     token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 

@@ -131,7 +131,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = Field(default=None, description="`stop` or `length`.")
+    finish_reason: str | None = Field(default=None, description="`stop`, `length` or `abort`.")
     prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=is_none)
     prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none, description="In the first chunk.")
     token_ids: list[int] | None = Field(default=None, exclude_if=is_none)

@@ -133,7 +133,7 @@ class ResponseBuilder:
             case ToolCallArguments():
                 yield self._added(part.delta)
             case Finished():
-                is_cut = part.reason is EndReason.LENGTH
+                is_cut = part.reason in (EndReason.LENGTH, EndReason.ABORT)
                 yield from self._closed("incomplete" if is_cut else "completed")
                 yield self._ended(part, is_cut=is_cut)
 

@@ -1,0 +1,82 @@
+"""Handle `/v1/requests`: the requests that run.
+
+A key sees its own requests. One whose scope names these routes, such as `/v1/requests*`, sees those of all keys.
+"""
+
+import time
+from typing import Literal
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import NotFound
+from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.handler import service_of
+from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
+from funitel.router.middleware.auth import account_of
+from funitel.router.serving.running import RunningRequest, RunningState
+
+PATH = "/v1/requests"
+_WORDS: dict[RunningState, Literal["waiting", "running", "paused"]] = {
+    RunningState.WAITING: "waiting",
+    RunningState.RUNNING: "running",
+    RunningState.PAUSED: "paused",
+}
+
+
+async def listed(http: HttpRequest) -> Response:
+    """`GET /v1/requests`: the requests that run."""
+    now = time.monotonic()
+    return json_answer(RequestList(data=[_record(request, now) for request in _visible(http)]))
+
+
+async def abort(http: HttpRequest) -> Response:
+    """`DELETE /v1/requests/{request_id}`: end a request now; its client gets the answer up to here."""
+    for request in _found(http):
+        request.abort()
+    return json_answer(AbortedRequest(id=http.path_params["request_id"]))
+
+
+async def pause(http: HttpRequest) -> Response:
+    """`POST /v1/requests/{request_id}/pause`: compute nothing more of a request until it is resumed."""
+    found = _found(http)
+    for request in found:
+        request.pause()
+    return json_answer(_record(found[0], time.monotonic()))
+
+
+async def resume(http: HttpRequest) -> Response:
+    """`POST /v1/requests/{request_id}/resume`: let a paused request go on."""
+    found = _found(http)
+    for request in found:
+        request.resume()
+    return json_answer(_record(found[0], time.monotonic()))
+
+
+def _visible(http: HttpRequest) -> list[RunningRequest]:
+    account = account_of(http.scope)
+    sees_all = account is None or any(route.startswith(PATH) for route in account.key.routes)
+    return service_of(http).running.of(None if account is None or sees_all else account.owner)
+
+
+def _found(http: HttpRequest) -> list[RunningRequest]:
+    """The requests of the id in the path: clients may give several the same."""
+    request_id = http.path_params["request_id"]
+    found = [request for request in _visible(http) if request.has_id(request_id)]
+    if not found:
+        raise NotFound(f"no request with id {request_id!r} runs")
+    return found
+
+
+def _record(request: RunningRequest, now: float) -> RequestRecord:
+    context = request.context
+    return RequestRecord(
+        id=context.request_id,
+        response_id=context.response_id,
+        state=_WORDS[request.state],
+        age_seconds=round(now - request.began, 3),
+        prompt_tokens=request.num_prompt_tokens,
+        tokens=request.num_tokens,
+        choices=len(request.streams),
+        key=context.key_name,
+    )

@@ -1,0 +1,34 @@
+"""Answer records of the routes for requests that run."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class RequestRecord(BaseModel):
+    """A request that runs, without a word of its prompt or answer."""
+
+    object: Literal["request"] = "request"
+    id: str = Field(description="Of the HTTP request: its X-Request-Id.")
+    response_id: str | None = Field(description="Of the answer, such as chatcmpl-...; null where it has none.")
+    state: Literal["waiting", "running", "paused"]
+    age_seconds: float
+    prompt_tokens: int
+    tokens: int = Field(description="Generated so far, of all choices.")
+    choices: int = Field(description="Sequences.")
+    key: str | None = Field(description="The name of its API key.")
+
+
+class RequestList(BaseModel):
+    """Requests that run, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[RequestRecord]
+
+
+class AbortedRequest(BaseModel):
+    """A request that was aborted."""
+
+    object: Literal["request.aborted"] = "request.aborted"
+    id: str = Field(description="As it was given.")
+    aborted: Literal[True] = True
