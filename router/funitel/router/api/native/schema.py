@@ -73,7 +73,7 @@ class GenerateParameters(StrategyFields):
     seed: U64 | None = Field(default=None, description="Makes sampling repeatable; random if absent.")
     top_n_tokens: U32 | None = Field(default=None, description="Return so many likeliest tokens at each position.")
     grammar: GrammarType | None = Field(default=None, description="What the text shall look like.")
-    adapter_id: str | None = Field(default=None, description="Refused: no adapter is loaded.")
+    adapter_id: str | None = Field(default=None, description="Name of an adapter that computes beside the model.")
     # Beyond TGI's.
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Only requests of the same salt share computed prefixes."
