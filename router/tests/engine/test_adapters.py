@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from adapter_folders import adapters, write_adapter
 from engines import expected, request, run, running
+from fleets import holds
 
 from funitel.proto.errors import DeadlineExceeded, InvalidRequest
 from funitel.router.adapters.folder import inspect
@@ -169,13 +170,11 @@ async def test_a_retired_adapter_is_unloaded_once_its_last_request_has_ended(tmp
         shard.delay = lambda: 0.01
         asked = asking(adapter, max_new_tokens=10)
         going_on = asyncio.create_task(run(engine, asked))
-        while not shard.steps:
-            await asyncio.sleep(0.001)
+        await holds(lambda: bool(shard.steps), "a step is sent")
         engine.retire_adapter(adapter)
         assert shard.adapters
         assert await going_on == expected(asked)
-        while shard.adapters:
-            await asyncio.sleep(0.001)
+        await holds(lambda: not shard.adapters, "it is unloaded")
 
 
 async def test_an_adapter_of_a_cancelled_row_is_unloaded_after_the_row_was_dropped(tmp_path: Path) -> None:
@@ -184,8 +183,7 @@ async def test_an_adapter_of_a_cancelled_row_is_unloaded_after_the_row_was_dropp
         shard.delay = lambda: 0.01
         beside = asyncio.create_task(run(engine, asking(None, max_new_tokens=60)))
         cancelled = asyncio.create_task(run(engine, asking(first, max_new_tokens=60)))
-        while not any(len(step) == 2 for step in shard.steps):
-            await asyncio.sleep(0.001)
+        await holds(lambda: any(len(step) == 2 for step in shard.steps), "both run")
         cancelled.cancel()
         assert await run(engine, asking(second)) == expected(asking(second))
         assert await beside == expected(asking(None, max_new_tokens=60))
@@ -252,8 +250,7 @@ async def test_the_gauge_of_gateways_names_adapters_that_run_and_wait(tmp_path: 
     async with running(tmp_path, max_loras=1) as (engine, [shard], metrics):
         shard.pause.clear()
         runs = [asyncio.create_task(run(engine, asking(each))) for each in (first, second)]
-        while not shard.steps:
-            await asyncio.sleep(0.001)
+        await holds(lambda: bool(shard.steps), "a step is sent")
         labels = {"max_lora": "1", "running_lora_adapters": "a0", "waiting_lora_adapters": "a1"}
         assert metrics.registry.get_sample_value("vllm:lora_requests_info", labels)
         assert metrics.registry.get_sample_value("funitel_adapters") == 1

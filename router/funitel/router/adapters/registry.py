@@ -14,7 +14,7 @@ from typing import Protocol
 
 from funitel.proto.errors import FunitelError, InvalidRequest, ModelNotFound, StartupError
 from funitel.proto.settings.adapter_list import AdapterSource, name_problem
-from funitel.router.adapters.folder import AdapterFolder, inspect, locate, locate_below
+from funitel.router.adapters.folder import PATH, AdapterFolder, inspect, locate, locate_below
 from funitel.router.core.request import Adapter
 from funitel.router.settings import RouterSettings
 
@@ -131,7 +131,10 @@ class AdapterRegistry:
         with self._changed(name):
             folder: AdapterFolder = await asyncio.to_thread(inspect, name, path_found)
             self._check_pins(name, is_pinned=is_pinned)
-            await engine.load_adapter(folder.adapter, is_pinned=is_pinned)
+            try:
+                await engine.load_adapter(folder.adapter, is_pinned=is_pinned)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, PATH) from error
             self._known[name] = KnownAdapter(folder.adapter, folder.base, is_pinned)
             self._removed.pop(name, None)
             if old is not None and old.adapter.id != folder.adapter.id:

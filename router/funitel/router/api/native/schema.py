@@ -277,6 +277,9 @@ class Info(BaseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    lora_adapters: list[str] | None = Field(
+        default=None, exclude_if=is_none, description="Names of adapters that requests can ask for."
+    )
     # Of encoders, in text-embeddings-inference's words.
     model_type: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=is_none)
     model_dtype: str | None = Field(default=None, exclude_if=is_none)
