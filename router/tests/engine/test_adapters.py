@@ -1,4 +1,4 @@
-"""Adapters under an engine over fake shards: loaded on demand, evicted, waited for in turn, retired, lost with a load."""
+"""Adapters under an engine over fake shards: loaded on demand, evicted, waited for in turn, retired."""
 
 import asyncio
 import random
@@ -205,7 +205,7 @@ async def test_shards_without_adapters_refuse_them(tmp_path: Path) -> None:
         assert not engine.takes_adapters
         with pytest.raises(InvalidRequest, match="`adapter_id` is not supported by the shards"):
             engine.submit(asking(adapter))
-        assert b"vllm:lora_requests_info" not in metrics.exposition()
+        assert b"vllm:lora_requests_info{" not in metrics.exposition()
 
 
 async def _leave_or_stay(engine: Engine, asked: Request, patience: float | None) -> list[int] | None:

@@ -1,7 +1,7 @@
 """The adapters in the memory of one replica: loaded when they are wanted, evicted when others are. Event loop only.
 
-At most `max_loaded` are loaded, being loaded or being unloaded. An adapter that none uses gives way to one that is
-waited for, the least recently used first. If all are used, one of them *drains*, the one that was loaded first: its
+At most `max_loaded` are loaded, being loaded or being unloaded. For an adapter that is waited for, an idle one is
+evicted, the least recently used first. If all are used, one of them *drains*, the one that was loaded first: its
 sequences go on, those that come later wait behind the ones that waited before, and it is unloaded once it is idle. So
 each waiting adapter has its turn, and a sequence that waits holds nothing that another one waits for.
 """
@@ -21,7 +21,7 @@ from funitel.router.telemetry.adapter_metrics import AdapterMetrics, AdapterUse
 
 logger = logging.getLogger(__name__)
 
-User = Hashable  # the id of a sequence, or who holds an adapter without one
+User = Hashable  # the id of a sequence, or an object of a caller without one
 
 
 class AdapterRanks(Protocol):
@@ -73,7 +73,7 @@ class AdapterSlots:
         max_loaded: maximum in memory.
         metrics: count loads and evictions.
         rows_dropped: returns once the ranks hold no row of a sequence that has left.
-        check: raises InvalidRequest for an adapter whose files are not those of its id any more; it may block.
+        check: raises InvalidRequest for an adapter if its files are no longer those of its id; it may block.
     """
 
     def __init__(

@@ -56,11 +56,11 @@ class Account:
     def check_route(self, path: str, *, is_for_operators: bool = False) -> None:
         """Raise Forbidden unless the key is for a route, by the path in the table of routes.
 
-        One for operators must be among the key's routes, save for the key that is a setting.
+        One for operators must be among the key's routes by its very path, save for the key that is a setting.
         """
         routes = self.key.routes
-        if is_for_operators and not routes and not self._is_setting:
-            words = f"this API key is for no operator's route: its `routes` must list {path}"
+        if is_for_operators and not self._is_setting and path not in routes:
+            words = f"this API key is for no operator's route: its `routes` must list {path}, without a pattern"
             raise self._refusal("route", Forbidden(words))
         if not covers(routes, path):
             words = f"this API key is for the routes {', '.join(routes)}. Given: {path}"

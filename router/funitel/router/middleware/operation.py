@@ -19,7 +19,7 @@ class Access(Enum):
     """What a route asks for where there are API keys."""
 
     KEY = "a key that is for the route"
-    OPERATOR = "a key whose routes list the route, or the only one"
+    OPERATOR = "the key that is a setting, or one with the very path among its routes"
     FACT = "no key: the route tells what the server is, and does nothing"
     CLOSED_FACT = "a key that is for the route; answered as long as the port answers, draining or not"
     PROBE = "no key: health checks have none"

@@ -74,8 +74,8 @@ class RouterSettings:
     )
     max_loras: int = setting(
         8,
-        "Maximum of adapters in the memory of a shard; of those that no request uses, the least recently used gives "
-        "way.",
+        "Maximum of adapters in the memory of a shard; for another one, the least recently used of the idle ones is "
+        "evicted.",
         bounds=POSITIVE,
     )
     lora_folder: str | None = setting(

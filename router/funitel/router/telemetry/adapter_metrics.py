@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUse:
-    """The adapters of one replica: bytes of the loaded ones by name, names of those that run and that are waited for."""
+    """The adapters of one replica: bytes of the loaded ones by name, and the names of those that run and wait."""
 
     max_loaded: int
     loaded: Mapping[str, int]
@@ -46,14 +46,12 @@ class AdapterMetrics(Collector):
         self._loads[outcome] += 1
 
     def count_eviction(self) -> None:
-        """Count an adapter that gave way to another one."""
+        """Count an adapter that was evicted for another one."""
         self._num_evictions += 1
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the samples; none of a model that takes no adapters."""
+        """Yield the samples; the gauge of gateways has none where a model takes no adapters."""
         uses = [use() for use in self._replicas]
-        if not uses:
-            return
         yield self._requests_info(uses)
         loaded = GaugeMetricFamily("funitel_adapters", "Adapters in memory, of all replicas.")
         loaded.add_metric([], sum(len(use.loaded) for use in uses))
@@ -65,7 +63,7 @@ class AdapterMetrics(Collector):
         for outcome, count in self._loads.items():
             loads.add_metric([outcome], count)
         yield loads
-        evictions = CounterMetricFamily("funitel_adapter_evictions", "Adapters that gave way to others.")
+        evictions = CounterMetricFamily("funitel_adapter_evictions", "Adapters evicted for others.")
         evictions.add_metric([], self._num_evictions)
         yield evictions
 
@@ -77,5 +75,6 @@ class AdapterMetrics(Collector):
         )
         running = dict.fromkeys(name for use in uses for name in use.running)
         waiting = dict.fromkeys(name for use in uses for name in use.waiting)
-        info.add_metric([str(uses[0].max_loaded), ",".join(running), ",".join(waiting)], time.time())
+        if uses:
+            info.add_metric([str(uses[0].max_loaded), ",".join(running), ",".join(waiting)], time.time())
         return info

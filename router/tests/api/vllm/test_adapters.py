@@ -231,7 +231,8 @@ async def test_only_keys_that_list_the_routes_change_adapters(
     keys = [
         Key(name="user", digest=digest_of(b"user")),
         Key(name="base-only", digest=digest_of(b"base"), models=("served",)),
-        Key(name="operator", digest=digest_of(b"operator"), routes=("/v1/*",)),
+        Key(name="operator", digest=digest_of(b"operator"), routes=("/v1/load_lora_adapter",)),
+        Key(name="team", digest=digest_of(b"team"), routes=("/v1/*",)),
     ]
     lines = [
         json.dumps(
@@ -251,10 +252,10 @@ async def test_only_keys_that_list_the_routes_change_adapters(
 
     async with serve(engine, api_key="setting", **settings) as client:
         answers = {}
-        for key in ("none", "user", "operator"):
+        for key in ("none", "user", "team", "operator"):
             response = await client.post("/v1/load_lora_adapter", json=body, headers=header(key))
             answers[key] = response.status_code
-        assert answers == {"none": 401, "user": 403, "operator": 200}
+        assert answers == {"none": 401, "user": 403, "team": 403, "operator": 200}
         removal = {"lora_name": "sql"}
         response = await client.post("/v1/unload_lora_adapter", json=removal, headers=header("setting"))
         assert response.status_code == 200

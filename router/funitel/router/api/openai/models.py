@@ -7,10 +7,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import ModelNotFound
+from funitel.router.adapters.registry import KnownAdapter
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import service_of
 from funitel.router.api.common.schema_base import is_none
-from funitel.router.adapters.registry import KnownAdapter
 from funitel.router.serving.service import Service
 
 
