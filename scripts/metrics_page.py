@@ -27,7 +27,8 @@ What to watch is in [observability](observability.md) and [scheduling](schedulin
 
 TGI = """Names, labels and buckets of text-generation-inference, so its dashboards keep working. What counts differently
 is in [migrate](migrate.md)."""
-SECTIONS = (("tgi_", "TGI's", TGI), ("funitel_", "funitel's", "Metrics that TGI does not have."))
+VLLM = "What a Kubernetes gateway routes by: see [adapters](adapters.md#metrics)."
+SECTIONS = (("tgi_", "TGI's", TGI), ("funitel_", "funitel's", "Metrics that TGI does not have."), ("vllm:", "vLLM's", VLLM))
 
 
 def failures() -> str:
@@ -58,6 +59,10 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("funitel_state_slots", "state"): "`used`, `free`, or `cached` (free, and kept as a checkpoint)",
     ("funitel_sequences", "state"): "`waiting` or `running`",
     ("funitel_replicas", "state"): "`serving` or `lost`",
+    ("funitel_adapter_loads", "outcome"): "`loaded` or `failed`",
+    ("vllm:lora_requests_info", "max_lora"): "`--max-loras`",
+    ("vllm:lora_requests_info", "running_lora_adapters"): "names of adapters that requests use, comma-separated",
+    ("vllm:lora_requests_info", "waiting_lora_adapters"): "names of adapters that requests wait for, comma-separated",
     ("funitel_expired", "state"): "`arriving`, `waiting` or `running`",
     ("funitel_refused", "reason"): "the limit: [scheduling](scheduling.md#admission-and-refusal)",
 }
@@ -71,6 +76,7 @@ def labels_by_name(metrics: Metrics) -> dict[str, list[str]]:
         for each in collectors
         if hasattr(each, "_name")
     }
+    named |= {family.name: list(getattr(family, "_labelnames", ())) for family in metrics.adapters.collect()}
     return named | {family.name: ["rank"] for family in metrics.roofline.collect() if "decode" in family.name}
 
 
@@ -103,7 +109,7 @@ def page() -> str:
         parts.append("")
     used = {(family.name, label) for _, family, labels in found for label in labels}
     stale = {(name, label) for name, label in LABELS if not {(name, label)} & used and name}
-    if stale or len([each for each in found if each[0].startswith(("tgi_", "funitel_"))]) != len(found):
+    if stale or len([each for each in found if each[0].startswith(tuple(prefix for prefix, _, _ in SECTIONS))]) != len(found):
         raise SystemExit(f"error: scripts/metrics_page.py describes what is not there, or misses a prefix: {stale}")
     return "\n".join(parts)
 

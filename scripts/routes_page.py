@@ -39,7 +39,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("Operators", OPERATORS, operators.ROUTES),
     ("Debugging", "With `--debug-routes` only.", operators.DEBUG_ROUTES),
 )
-KEYS = {Access.KEY: "yes", Access.FACT: "no", Access.CLOSED_FACT: "yes", Access.PROBE: "no"}
+KEYS = {Access.KEY: "yes", Access.OPERATOR: "its own", Access.FACT: "no", Access.CLOSED_FACT: "yes", Access.PROBE: "no"}
 
 
 def row(operation: Operation) -> str:

@@ -43,7 +43,7 @@ def request(prompt_len: int = 5, max_new_tokens: int = 6, first: int = 0) -> Req
 def expected(asked: Request) -> list[int]:
     tokens = list(asked.input_ids)
     for _ in range(asked.stopping.max_new_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, "" if asked.adapter is None else asked.adapter.name))
     return tokens[len(asked.input_ids) :]
 
 

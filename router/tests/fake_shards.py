@@ -51,9 +51,9 @@ class Row:
         return len(self.tokens) - self.prompt_len
 
 
-def next_token(tokens: list[int]) -> int:
-    """What the made-up model says."""
-    return sum(tokens) * 31 % VOCAB_SIZE
+def next_token(tokens: list[int], adapter_id: str = "") -> int:
+    """What the made-up model says; an adapter of another name says something else."""
+    return (sum(tokens) * 31 + sum(map(ord, adapter_id.partition("@")[0]))) % VOCAB_SIZE
 
 
 class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
@@ -69,6 +69,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         has_prefix_cache: bool = True,
         pool_tokens: int = 400,
         state_slots: int = 0,
+        max_lora_rank: int = 64,
     ) -> None:
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
         self.has_prefix_cache = has_prefix_cache
@@ -103,6 +104,13 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.step_ends: list[FakeStepEnd] = []  # of the connections to it
         self.garbled: list[bytes] = []  # what the next steps are answered with in place of what they found
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
+        self.adapters: dict[str, str] = {}  # paths by id
+        self.most_adapters = 0  # that were loaded at once
+        self.adapter_loads: list[str] = []  # ids, in order
+        self.refused_adapters: set[str] = set()  # names
+        self.loading = asyncio.Event()  # cleared: adapters wait
+        self.loading.set()
+        self.max_lora_rank = max_lora_rank
         self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for
         self.chokes_from = 1 << 32  # first tokens of prompts that a step with such a row fails for
         self.most_rows = 1 << 32  # that there is memory for
@@ -141,6 +149,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             device_type="fake",
             vocab_size=0 if self.is_plain else VOCAB_SIZE,
             step_socket=self.step_socket,
+            max_lora_rank=0 if self.is_plain else self.max_lora_rank,
         )
         return wire.encode_info(info)
 
@@ -171,6 +180,23 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "grammar is not valid: bad")
         return pb.CompileGrammarResponse()
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        await self.loading.wait()
+        assert request.id not in self.adapters, "it is loaded"
+        if request.id.partition("@")[0] in self.refused_adapters:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "of another base")
+        self.adapters[request.id] = request.path
+        self.adapter_loads.append(request.id)
+        self.most_adapters = max(self.most_adapters, len(self.adapters))
+        return pb.LoadAdapterResponse(bytes=1000, max_rank=8)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
+        used = {row.request.adapter_id for rows in self.batches.values() for row in rows if not row.is_finished}
+        assert request.id not in used, "a row uses it"
+        if self.adapters.pop(request.id, None) is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no such adapter")
+        return pb.UnloadAdapterResponse()
+
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
         self.calls.append("ClearCache")
         if request.HasField("id"):
@@ -200,6 +226,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             rows = self._take(request.cached_batch.id) if request.HasField("cached_batch") else []
             for start in request.batch.requests:
                 self.names.append(start.name)
+                if start.HasField("adapter_id"):
+                    assert start.adapter_id in self.adapters, "the adapter is not loaded"
                 tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
                 known = [*tokens, *start.output_ids]
                 rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))
@@ -280,7 +308,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             return
         new: list[int] = []
         while len(new) < self.stride and not row.is_finished:
-            new.append(next_token(row.tokens))
+            new.append(next_token(row.tokens, row.request.adapter_id))
             row.tokens.append(new[-1])
             row.is_finished = row.num_generated >= row.request.stopping_parameters.max_new_tokens
         if row.request.id % len(self.urls) != self.rank:

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from funitel.proto.errors import FunitelError, Overloaded, TemplateError
 from funitel.proto.step import FinishReason, GeneratedText, Generation, PromptTop, Tokens
-from funitel.router.core.request import Limits, Request
+from funitel.router.core.request import Adapter, Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.snapshot import EngineView
@@ -76,6 +76,11 @@ class FakeEngine:
     cancelled: list[Request] = field(default_factory=list)
     is_closed: bool = False
     sick: FunitelError | None = None
+    takes_adapters: bool = False
+    loaded: list[Adapter] = field(default_factory=list)
+    pinned: list[Adapter] = field(default_factory=list)
+    retired: list[Adapter] = field(default_factory=list)
+    refused: dict[str, FunitelError] = field(default_factory=dict)  # what loading the adapter of a name raises
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     streams: list[TokenStream] = field(default_factory=list)
     reservations: Reservations = field(default_factory=Reservations)
@@ -118,6 +123,16 @@ class FakeEngine:
     def _cancel(self, request: Request, task: "asyncio.Task[None]") -> None:
         self.cancelled.append(request)
         task.cancel()
+
+    async def load_adapter(self, adapter: Adapter, *, is_pinned: bool = False) -> None:
+        if adapter.name in self.refused:
+            raise self.refused[adapter.name]
+        self.loaded.append(adapter)
+        if is_pinned:
+            self.pinned.append(adapter)
+
+    def retire_adapter(self, adapter: Adapter) -> None:
+        self.retired.append(adapter)
 
     async def health(self) -> None:
         if self.sick is not None:

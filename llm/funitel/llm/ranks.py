@@ -8,7 +8,7 @@ from typing import TypeVar
 from funitel.llm.threads import ComputeThread
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.interface import PendingStep
-from funitel.proto.errors import StepFailed, translating
+from funitel.proto.errors import InvalidRequest, StepFailed, translating
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
@@ -82,6 +82,14 @@ class LocalRanks:
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar between two steps."""
         await self._run(lambda: self._executor.compile_grammar(kind, text))
+
+    async def load_adapter(self, adapter_id: str, path: str) -> int:
+        """Raise InvalidRequest: a model in this process takes no adapters."""
+        raise InvalidRequest("a model in this process takes no adapters")
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """Raise InvalidRequest: a model in this process takes no adapters."""
+        raise InvalidRequest("a model in this process takes no adapters")
 
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Drop one cached batch, or all."""

@@ -28,6 +28,7 @@ from funitel.model_server.settings import (
 )
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.process.cores import Cores
+from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.batch_sizes import MAX_ROWS, BatchSizes
 from funitel.proto.settings.fields import as_command, project, require, run_app, setting, to_argv
 from funitel.proto.settings.options import flag_of, variable_of
@@ -322,6 +323,9 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "otlp_service_name": TEXT,
     "otlp_decode_tokens": COUNT,
     "memory_bandwidth": st.none() | st.floats(0.001, 1e6),
+    "lora_adapters": st.none() | st.just(AdapterList("owner/one,two=owner/two@main,three=/three")),
+    "max_loras": COUNT,
+    "lora_folder": st.none() | TEXT,
     "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),

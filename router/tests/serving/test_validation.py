@@ -78,7 +78,6 @@ def named(**names: str) -> Iterator[None]:
             "truncate",
             "`truncate` must be strictly positive and less than 1000. Given: 1001",
         ),
-        ({"adapter_id": "mine"}, "adapter_id", "`adapter_id` is not supported: no adapter is loaded. Given: mine"),
         ({"min_p": 1.5}, "min_p", "`min_p` must be >= 0.0 and <= 1.0. Given: 1.5"),
         ({"min_p": -0.1}, "min_p", "`min_p` must be >= 0.0 and <= 1.0. Given: -0.1"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "`logit_bias` must be >= -100.0 and <= 100.0. Given: 101.0"),
@@ -269,5 +268,5 @@ def test_an_api_names_fields_in_its_own_words() -> None:
 
 
 def test_what_a_client_sent_is_quoted_as_it_is() -> None:
-    with pytest.raises(InvalidRequest, match=r"Given: \$inputs `inputs`$"), named(inputs="messages"):
-        check_parameters(SamplingRequest(adapter_id="$inputs `inputs`"), "Hi", LIMITS, SETTINGS, stream=False)
+    with pytest.raises(InvalidRequest, match=r"Given: '\$inputs `inputs`'$"), named(inputs="messages"):
+        check_parameters(SamplingRequest(logit_bias={"$inputs `inputs`": 1.0}), "Hi", LIMITS, SETTINGS, stream=False)

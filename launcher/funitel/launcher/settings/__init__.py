@@ -7,6 +7,7 @@ from funitel.launcher.settings.shard_count import ShardCount, is_auto
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.security.tls import Pair
+from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE
 from funitel.proto.settings.fields import check_bounds, inherited, require, setting
@@ -110,6 +111,9 @@ class LauncherSettings:
         "health checks of a shard.",
     )
     target_itl_ms: float | None = _router("target_itl_ms")
+    lora_adapters: AdapterList | None = _router("lora_adapters")
+    max_loras: int = _router("max_loras")
+    lora_folder: str | None = _router("lora_folder")
     target_ttft_ms: float | None = _router("target_ttft_ms")
     hostname: str | None = _router("hostname")
     default_hostname: str | None = _router("default_hostname")

@@ -68,7 +68,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "max_batch_size prefill_chunking pipeline_steps target_itl_ms target_ttft_ms waiting_served_ratio "
         "max_waiting_tokens validation_workers disable_forced_spans rows",
     ),
-    _group("adapters", "Adapters (LoRA)", "max_lora_rank", "reserved_loras"),
+    _group("adapters", "Adapters (LoRA)", "lora_adapters", "max_loras max_lora_rank lora_folder reserved_loras"),
     _group(
         "limits",
         "Limits of requests",

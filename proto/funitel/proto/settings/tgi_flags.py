@@ -120,6 +120,11 @@ INERT: tuple[Inert, ...] = (
         why="PyTorch's own files are served as they are, where a repository has no safetensors",
     ),
     Inert(
+        name="lora_adapters",
+        variable=("shard",),
+        why="the router tells shards which adapters to load",
+    ),
+    Inert(
         name="tgi_wiggle_room",
         variable=_ON_SHARDS,
         why="--cuda-memory-fraction alone decides how much memory the KV pool may take",
@@ -146,12 +151,6 @@ REFUSED: tuple[Refused, ...] = (
         kind=int,
         allowed=("0",),
         why="there is no speculative decoding; leave it out or give 0",
-    ),
-    Refused(
-        name="lora_adapters",
-        flag=("launcher",),
-        variable=("shard",),
-        why="adapters cannot be served; merge the adapter into its base model and serve that",
     ),
     Refused(
         name="ngrok",

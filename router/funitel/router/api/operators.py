@@ -54,6 +54,7 @@ async def info(http: HttpRequest) -> Response:
         version=service.version,
         sha=settings.git_sha,
         docker_label=settings.docker_label,
+        lora_adapters=[known.adapter.name for known in service.adapters.known] or None,
         **(_encoder_facts(service) if service.is_encoder else {}),
     )
     return json_answer(body)

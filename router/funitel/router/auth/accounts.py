@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
-from funitel.proto.security.keys import Key, covers, digest_of, keys_of
+from funitel.proto.security.keys import SETTING_NAME, Key, covers, digest_of, keys_of
 from funitel.router.auth.rate_limit import MinuteWindow
 from funitel.router.core.file_watch import FileWatch
 from funitel.router.telemetry.metrics import Metrics
@@ -48,9 +48,20 @@ class Account:
         key = self.key
         return key.revoked is None and (key.expires is None or wall_clock < key.expires.timestamp())
 
-    def check_route(self, path: str) -> None:
-        """Raise Forbidden unless the key is for a route, by the path in the table of routes."""
+    @property
+    def _is_setting(self) -> bool:
+        """Whether the key is a setting, not of a file."""
+        return self.key.is_bare and self.key.name == SETTING_NAME
+
+    def check_route(self, path: str, *, is_for_operators: bool = False) -> None:
+        """Raise Forbidden unless the key is for a route, by the path in the table of routes.
+
+        One for operators must be among the key's routes by its very path, save for the key that is a setting.
+        """
         routes = self.key.routes
+        if is_for_operators and not self._is_setting and path not in routes:
+            words = f"this API key is for no operator's route: its `routes` must list {path}, without a pattern"
+            raise self._refusal("route", Forbidden(words))
         if not covers(routes, path):
             words = f"this API key is for the routes {', '.join(routes)}. Given: {path}"
             raise self._refusal("route", Forbidden(words))

@@ -19,6 +19,18 @@ class Limits:
     pool_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One version of an adapter's weights: its name, the folder that shards read, and its id there.
+
+    An id is never given to other weights: it is part of the keys of cached prefixes.
+    """
+
+    name: str
+    path: str
+    id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One validated request: a prompt as tokens, how to sample and when to stop."""
@@ -38,6 +50,7 @@ class Request:
     key: bytes = field(default=b"", repr=False)  # of the API key or token it is charged to; a hash, empty for none
     priority: int = 0  # lower is sooner
     deadline: float | None = None  # instant of the monotonic clock after which the answer is of no use
+    adapter: Adapter | None = None  # computes beside the model
     request_id: str = ""  # of its HTTP request, for logs
     key_name: str | None = None  # of its API key
 
@@ -137,7 +150,7 @@ class Sequence:
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, all of known tokens: SHA-256 over the block before it and its tokens.
 
-        The key before the first is the hash of owner and salt, so that those with different ones share nothing.
+        The key before the first is the hash of owner, salt and adapter: those with different ones share nothing.
         """
         while len(self._block_keys) <= index:
             count = len(self._block_keys)
@@ -152,4 +165,7 @@ class Sequence:
 
     def _root_key(self) -> bytes:
         request = self.request
-        return hashlib.sha256(request.cache_owner + request.cache_salt.encode()).digest()
+        root = hashlib.sha256(request.cache_owner + request.cache_salt.encode()).digest()
+        if request.adapter is None:
+            return root
+        return hashlib.sha256(root + request.adapter.id.encode()).digest()

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
-from funitel.router.core.request import Limits, Request, Sequence
+from funitel.router.adapters.slots import AdapterSlots
+from funitel.router.core.request import Adapter, Limits, Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.paused import PausedRequests
@@ -19,7 +20,7 @@ from funitel.router.engine.step_loop import StepLoop
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
-from funitel.router.shard_client.capabilities import check_capabilities
+from funitel.router.shard_client.capabilities import check_adapter, check_capabilities
 from funitel.router.shard_client.replica import Replica
 from funitel.router.telemetry.metrics import Metrics
 
@@ -39,14 +40,24 @@ class Engine:
         pipeline_steps: int = 1,
         decode_tokens: int = RouterSettings.otlp_decode_tokens,
         step_timeout_s: float = RouterSettings.step_timeout_s,
+        max_loras: int = RouterSettings.max_loras,
     ) -> None:
         self.limits = limits
         self._replica = replica
         self._scheduler = scheduler
         self._metrics = metrics
-        self.requests = RequestTable(scheduler, metrics, admission, enqueue=self._take, wake=self._wake)
+        self._adapters = AdapterSlots(replica.ranks, max_loras, metrics.adapters, self._rows_dropped)
+        self.requests = RequestTable(
+            scheduler,
+            metrics,
+            admission,
+            enqueue=self._take,
+            wake=self._wake,
+            release_adapter=self._adapters.release,
+        )
         self.paused = PausedRequests(lambda: (self.requests,), self._resume, lambda: self.can_resume, metrics)
-        self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
+        # By id, while their grammar is compiled or they wait for their adapter.
+        self._preparing: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}
         self._steps = StepLoop(
             replica,
             scheduler,
@@ -54,11 +65,15 @@ class Engine:
             metrics,
             admission.throughput,
             pipeline_steps,
-            self._compiling.keys(),
+            self._preparing.keys(),
             decode_tokens,
             step_timeout_s,
         )
-        view = EngineView(scheduler, self.requests.streams, admission, self._steps.past, len(replica.infos))
+        if self.takes_adapters:
+            metrics.adapters.watch(self._adapters.use)
+        view = EngineView(
+            scheduler, self.requests.streams, admission, self._steps.past, len(replica.infos), self._adapters.use
+        )
         self.views = {0: view}  # of the only replica
         self._next_id = 0
         self._is_draining = False
@@ -67,6 +82,28 @@ class Engine:
     def compute_type(self) -> str:
         """Shards and device, such as "2-cpu"."""
         return f"{len(self._replica.infos)}-{self._replica.info.device_type}"
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded."""
+        return self._replica.takes_adapters
+
+    async def load_adapter(self, adapter: Adapter, *, is_pinned: bool = False) -> None:
+        """Load an adapter; a pinned one is never evicted.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+            FunitelError: loading it failed.
+        """
+        holder = object()
+        await self._adapters.wait(holder, adapter)
+        if is_pinned:
+            self._adapters.pin(adapter)
+        self._adapters.release(holder)
+
+    def retire_adapter(self, adapter: Adapter) -> None:
+        """Unload an adapter once no request uses it or waits for it."""
+        self._adapters.retire(adapter)
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request.
@@ -79,6 +116,7 @@ class Engine:
             ShardFailed: the engine has stopped.
         """
         check_capabilities(request.sampling, self._replica.capabilities)
+        check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
         sequence = self._sequence_of(request)
         self._next_id += 1
@@ -115,18 +153,19 @@ class Engine:
     def evacuate(self) -> list[tuple[Sequence, TokenStream]]:
         """Stop without asking the shards; hand over what has not ended, oldest first. `close` comes after."""
         self._steps.halt()
-        for _, task in self._compiling.values():
+        self._halt_adapters()
+        for _, task in self._preparing.values():
             task.cancel()
         scheduler = self._scheduler
         for sequence in scheduler.running.values():
             sequence.note_loss()
-        compiling = (sequence for sequence, _ in self._compiling.values())
-        # A sequence with a grammar compiled just now may still be among those that compile.
-        here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *compiling)}
+        preparing = (sequence for sequence, _ in self._preparing.values())
+        # A sequence that was queued just now may still be among those that prepare.
+        here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *preparing)}
         handed_over = []
         for _, sequence in sorted(here.items()):
             stream = self.requests.remove(sequence)
-            if stream is not None:  # a client may have left while its grammar is compiled
+            if stream is not None:  # a client may have left while its request was prepared
                 handed_over.append((sequence.afresh(), stream))
         return handed_over
 
@@ -140,22 +179,27 @@ class Engine:
         return ReplicaLoad(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
 
     def _take(self, sequence: Sequence) -> None:
-        if sequence.request.sampling.grammar:
-            task = asyncio.create_task(self._compile_and_queue(sequence))
-            self._compiling[sequence.id] = sequence, task
-            task.add_done_callback(lambda _: self._compiling.pop(sequence.id))
-        else:
+        request = sequence.request
+        is_ready = request.adapter is None or self._adapters.take(sequence.id, request.adapter)
+        if is_ready and not request.sampling.grammar:
             self._queue(sequence)
+            return
+        task = asyncio.create_task(self._prepare_and_queue(sequence))
+        self._preparing[sequence.id] = sequence, task
+        task.add_done_callback(lambda _: self._preparing.pop(sequence.id))
 
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
         self._steps.note_queued()
 
-    async def _compile_and_queue(self, sequence: Sequence) -> None:
-        """Queue a sequence once the shards have compiled its grammar, unless the client has left by then."""
-        sampling = sequence.request.sampling
+    async def _prepare_and_queue(self, sequence: Sequence) -> None:
+        """Queue a sequence once the shards have its grammar and its adapter, unless the client has left by then."""
+        sampling, adapter = sequence.request.sampling, sequence.request.adapter
         try:
-            await self._replica.compile_grammar(sampling.grammar_type, sampling.grammar)
+            if sampling.grammar:
+                await self._replica.compile_grammar(sampling.grammar_type, sampling.grammar)
+            if adapter is not None and sequence in self.requests:
+                await self._adapters.wait(sequence.id, adapter)
             if self._steps.has_ended:
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:
@@ -163,7 +207,7 @@ class Engine:
                 self.requests.fail(sequence, error)
             return
         except Exception as error:  # a stream must not hang
-            logger.exception("compiling a grammar failed")
+            logger.exception("preparing a request failed")
             self.requests.fail(sequence, StepFailed(f"{type(error).__name__}: {error}"))
             return
         if sequence in self.requests:
@@ -171,6 +215,13 @@ class Engine:
 
     def _wake(self) -> None:
         self._steps.wake()
+
+    async def _rows_dropped(self) -> None:
+        await self._steps.rows_dropped()
+
+    def _halt_adapters(self) -> None:
+        self._adapters.halt()
+        self._metrics.adapters.unwatch(self._adapters.use)
 
     async def health(self) -> None:
         """Raise a FunitelError unless every shard answers and the loop runs."""
@@ -181,7 +232,7 @@ class Engine:
 
     def fail_all(self, error: FunitelError) -> None:
         """End every request; clients get the error."""
-        for _, task in self._compiling.values():
+        for _, task in self._preparing.values():
             task.cancel()
         self.requests.fail_all(error)
         self.paused.fail_all(error)
@@ -191,4 +242,6 @@ class Engine:
         self._is_draining = True
         self.paused.close()
         await self.requests.drained()
+        self._halt_adapters()
+        await self._adapters.close()
         await self._steps.close()

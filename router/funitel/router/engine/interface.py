@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from funitel.proto.errors import FunitelError
-from funitel.router.core.request import Limits, Request
+from funitel.router.core.request import Adapter, Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.snapshot import EngineView
@@ -57,6 +57,21 @@ class Inference(Admits, Protocol):
 
     async def health(self) -> None:
         """Raise FunitelError when a shard does not answer."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded."""
+
+    async def load_adapter(self, adapter: Adapter, *, is_pinned: bool = False) -> None:
+        """Load an adapter on every replica that serves; a pinned one is never evicted.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+            FunitelError: loading it failed.
+        """
+
+    def retire_adapter(self, adapter: Adapter) -> None:
+        """Unload an adapter everywhere once no request uses it or waits for it."""
 
     def fail_all(self, error: FunitelError) -> None:
         """End every request; clients get the error."""

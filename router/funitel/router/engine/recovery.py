@@ -66,7 +66,7 @@ class Recovery:
         pipeline: has it in flight.
         requests: the culprits get the error.
         metrics: count the failure.
-        compiling: ids of sequences that wait for their grammar, which survive the failure of all others.
+        compiling: ids of sequences that wait for their grammar or adapter, which survive the failure of all others.
         lose: reports the shards as lost; whether another can be used.
     """
 

@@ -23,6 +23,7 @@ class RequestTable:
         admission: bounds and estimates.
         enqueue: queues a sequence that was admitted or adopted.
         wake: called when sequences have left early, so that they are in no later step.
+        release_adapter: called with the id of a sequence that has left, if it was to have an adapter.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class RequestTable:
         admission: Admission,
         enqueue: Callable[[Sequence], None],
         wake: Callable[[], None],
+        release_adapter: Callable[[int], None] = lambda sequence_id: None,
     ) -> None:
         self.streams: dict[int, TokenStream] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -43,6 +45,7 @@ class RequestTable:
         self._admission = admission
         self._enqueue = enqueue
         self._wake = wake
+        self._release_adapter = release_adapter
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -131,6 +134,8 @@ class RequestTable:
             self._num_of_key[key] -= 1
             if not self._num_of_key[key]:
                 del self._num_of_key[key]
+            if stream.request.adapter is not None:
+                self._release_adapter(sequence_id)
         return stream
 
     def find(self, stream: TokenStream) -> Sequence | None:

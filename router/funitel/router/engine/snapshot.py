@@ -4,7 +4,7 @@ Its cost is bounded: of a long queue and a large batch the first are shown, and 
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,6 +15,7 @@ from funitel.router.core.stream import TokenStream
 from funitel.router.scheduler.admission import Admission
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.telemetry.adapter_metrics import AdapterUse
 
 
 class WaitingRequest(BaseModel):
@@ -71,6 +72,22 @@ class StateSlotPool(BaseModel):
     evicted: int
 
 
+class LoadedAdapter(BaseModel):
+    """An adapter in memory, by its bytes on all ranks."""
+
+    name: str
+    bytes: int
+
+
+class AdapterPool(BaseModel):
+    """The adapters of a replica: those in memory, and the names of those that run and that requests wait for."""
+
+    max_loaded: int
+    loaded: list[LoadedAdapter]
+    running: list[str]
+    waiting: list[str]
+
+
 class Step(BaseModel):
     """A step that was answered; what it was predicted to take is 0 where nothing was known."""
 
@@ -96,6 +113,7 @@ class ReplicaState(BaseModel):
     running: list[RunningRequest]
     pool: Pool
     states: StateSlotPool | None
+    adapters: AdapterPool
     steps: list[Step]
 
 
@@ -134,6 +152,7 @@ class EngineView:
     admission: Admission
     past: PastSteps
     num_ranks: int
+    adapters: Callable[[], AdapterUse]
 
     def state(self, index: int, now: float) -> ReplicaState:
         """Describe the engine as the replica of an index; `now` is on the monotonic clock."""
@@ -149,6 +168,7 @@ class EngineView:
             running=[self._running(each, now) for each in islice(scheduler.running.values(), MAX_SHOWN)],
             pool=self._pool(),
             states=self._states(),
+            adapters=self._adapters(),
             steps=[_step(each, now) for each in self.past],
         )
 
@@ -199,6 +219,15 @@ class EngineView:
             cached=blocks.num_cached,
             evicted=blocks.num_evicted,
             preempted=self.scheduler.num_preempted,
+        )
+
+    def _adapters(self) -> AdapterPool:
+        use = self.adapters()
+        return AdapterPool(
+            max_loaded=use.max_loaded,
+            loaded=[LoadedAdapter(name=name, bytes=size) for name, size in use.loaded.items()],
+            running=list(use.running),
+            waiting=list(use.waiting),
         )
 
     def _states(self) -> StateSlotPool | None:

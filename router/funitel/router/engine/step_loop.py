@@ -44,7 +44,7 @@ class StepLoop:
         metrics: observe every step.
         throughput: observes every step and every end.
         pipeline_steps: maximum of steps in flight.
-        compiling: ids of sequences that wait for their grammar, which survive the failure of all others.
+        compiling: ids of sequences that wait for their grammar or adapter, which survive the failure of all others.
         decode_tokens: that one `decode` span of a trace is for.
         step_timeout_s: that a step may take, as the setting.
     """
@@ -71,6 +71,7 @@ class StepLoop:
         self._report = SchedulerReport(scheduler, replica, metrics)
         self._traces = StepTraces(requests.streams, decode_tokens)
         self._woken = asyncio.Event()
+        self._turned = asyncio.Event()  # set after each turn
         self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
         self._newest = time.monotonic()  # when a sequence came last
@@ -133,6 +134,16 @@ class StepLoop:
                 pass
         return await self._lose(error)
 
+    async def rows_dropped(self) -> None:
+        """Return once the shards hold no row of those sequences that have left by now, and compute none of them."""
+        left = self._replica.rows - self._scheduler.running.keys()
+        while not self.has_ended and left & (self._replica.rows - self._scheduler.running.keys()):
+            self._turned.clear()
+            self.wake()
+            await self._turned.wait()
+            await self._pipeline.answered()
+        await self._pipeline.answered()
+
     async def _lose(self, error: FunitelError) -> bool:
         """Report the shards as lost to them and to `on_lost`; whether there is one."""
         if self.on_lost is None:
@@ -145,7 +156,9 @@ class StepLoop:
         while not self._has_halted:
             self._woken.clear()
             try:
-                if await self._has_failed_turn():
+                has_failed = await self._has_failed_turn()
+                self._turned.set()
+                if has_failed:
                     continue
             except Exception:
                 logger.exception("the engine stops")

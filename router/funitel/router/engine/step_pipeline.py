@@ -179,6 +179,12 @@ class Pipeline:
         """Let go of the oldest call."""
         self._calls.popleft()
 
+    async def answered(self) -> None:
+        """Return once the calls that are in flight now are answered, whatever they brought."""
+        calls = [call.answer for call in self._calls if not call.answer.done()]
+        if calls:
+            await asyncio.wait(calls)
+
     async def drain(self) -> None:
         """Wait until no call is in flight, whatever comes of them; behind one that was given up for none."""
         if any(call.failure is not None for call in self._calls):

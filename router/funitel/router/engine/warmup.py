@@ -86,7 +86,9 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
     chosen = admission or admission_of(settings)
     decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
-    return Engine(replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout)
+    return Engine(
+        replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout, settings.max_loras
+    )
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:

@@ -9,7 +9,7 @@ from funitel.proto.errors import Unauthorized
 from funitel.router.auth.accounts import Account, Accounts, owner_of
 from funitel.router.core import request_context
 from funitel.router.core.request import DEFAULT_MODEL
-from funitel.router.middleware.operation import Operation
+from funitel.router.middleware.operation import Access, Operation
 
 _ACCOUNT = "funitel.account"  # in a request's scope: the account of the key that was checked
 
@@ -26,7 +26,7 @@ def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str
         raise Unauthorized("missing or wrong API key")
     scope[_ACCOUNT] = account
     request_context.current().key_name = account.key.name
-    account.check_route(operation.path)
+    account.check_route(operation.path, is_for_operators=operation.access is Access.OPERATOR)
     if operation.body is not None:
         account.check_model(model)  # whatever name the body gives it
     return account

@@ -19,6 +19,7 @@ class Access(Enum):
     """What a route asks for where there are API keys."""
 
     KEY = "a key that is for the route"
+    OPERATOR = "the key that is a setting, or one with the very path among its routes"
     FACT = "no key: the route tells what the server is, and does nothing"
     CLOSED_FACT = "a key that is for the route; answered as long as the port answers, draining or not"
     PROBE = "no key: health checks have none"
@@ -61,7 +62,7 @@ class Operation:
     @property
     def is_protected(self) -> bool:
         """Whether an API key is asked for, when there is one."""
-        return self.access in (Access.KEY, Access.CLOSED_FACT)
+        return self.access in (Access.KEY, Access.OPERATOR, Access.CLOSED_FACT)
 
     @property
     def documented_path(self) -> str:

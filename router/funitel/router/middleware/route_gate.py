@@ -29,7 +29,7 @@ class RouteGate:
         self._operation = operation
         self._accounts = accounts
         self._checks_key = accounts.is_asked_for and operation.is_protected
-        self._drain = drain if operation.access is Access.KEY else None
+        self._drain = drain if operation.access in (Access.KEY, Access.OPERATOR) else None
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from funitel.proto.errors import FunitelError, ShardFailed, StartupError
-from funitel.router.core.request import Request, Sequence
+from funitel.proto.step import Capability
+from funitel.router.core.request import Adapter, Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.paused import PausedRequests
@@ -26,7 +27,7 @@ from funitel.router.replica_set.membership import Membership
 from funitel.router.replica_set.slot import ServingReplica, check_alike, smallest_limits
 from funitel.router.scheduler.admission import InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
-from funitel.router.shard_client.capabilities import check_capabilities
+from funitel.router.shard_client.capabilities import check_adapter, check_capabilities
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
@@ -47,6 +48,7 @@ class ReplicaSet(Membership[ServingReplica]):
         )
         self._next_id = 0
         self._newest: tuple[Request, ServingReplica] | None = None
+        self._pinned: dict[str, Adapter] = {}  # by id
         metrics.set_limits(self.limits)
         for member in members:
             self._add(member)
@@ -72,6 +74,7 @@ class ReplicaSet(Membership[ServingReplica]):
             ShardFailed: every replica is lost, for good or for too long.
         """
         check_capabilities(request.sampling, self._infos[0].capabilities)
+        check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
         sequence = self._sequence_of(request)
         self._next_id += 1
@@ -133,6 +136,40 @@ class ReplicaSet(Membership[ServingReplica]):
         if len(self._serving) == 1:
             return self._serving[0]
         return self._serving[choose_replica([member.engine.load_for(sequence) for member in self._serving])]
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded."""
+        return all(info.max_lora_rank and Capability.ADAPTERS in info.capabilities for info in self._infos)
+
+    async def load_adapter(self, adapter: Adapter, *, is_pinned: bool = False) -> None:
+        """Load an adapter on every replica that serves, and a pinned one on those that come back.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+            FunitelError: loading it failed.
+        """
+        self._check_open()
+        if not self._serving:
+            raise ShardFailed(NO_REPLICA)
+        loads = (member.engine.load_adapter(adapter, is_pinned=is_pinned) for member in self._serving)
+        failures = [each for each in await asyncio.gather(*loads, return_exceptions=True) if each is not None]
+        if failures:
+            self.retire_adapter(adapter)
+            raise failures[0]
+        if is_pinned:
+            self._pinned[adapter.id] = adapter
+
+    def retire_adapter(self, adapter: Adapter) -> None:
+        """Unload an adapter everywhere once no request uses it or waits for it."""
+        self._pinned.pop(adapter.id, None)
+        for member in self._serving:
+            member.engine.retire_adapter(adapter)
+
+    async def _load_pinned(self, engine: Engine) -> None:
+        """Load the pinned adapters on a replica that has come back."""
+        for adapter in tuple(self._pinned.values()):
+            await engine.load_adapter(adapter, is_pinned=True)
 
     def fail_all(self, error: FunitelError) -> None:
         """End every request; clients get the error."""
@@ -200,6 +237,7 @@ class ReplicaSet(Membership[ServingReplica]):
     def _on_join(self, member: ServingReplica) -> str:
         """Let the requests of the holding queue go on."""
         member.engine.on_loss(partial(self._lose, member))
+        self._tasks.start(self._load_pinned(member.engine))
         waiting = self._holding.evacuate()
         num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)
         return f"requests resumed={num_resumed} failed={len(waiting) - num_resumed}"

@@ -25,6 +25,7 @@ _ALIKE = (
     "capabilities",
     "vocab_size",
     "num_opening_tokens",
+    "max_lora_rank",
 )
 
 

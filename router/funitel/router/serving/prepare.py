@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.core import request_context
-from funitel.router.core.request import Request
+from funitel.router.core.request import Adapter, Request
 from funitel.router.core.stream import Timings
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
@@ -105,6 +105,7 @@ async def prepare(
         InvalidRequest: it breaks a rule.
     """
     try:
+        adapter = _adapter(service, sampling, arrived)
         request = await _checked(service, sampling.resolved(service.recommended), prompt, names, stream=stream)
     except BrokenRule as broken:
         raise broken.error(names) from None
@@ -118,6 +119,7 @@ async def prepare(
     context = request_context.current()
     request = replace(
         request,
+        adapter=adapter,
         key=arrived.key,
         priority=arrived.priority if sampling.priority is None else sampling.priority,
         deadline=arrived.deadline,
@@ -127,6 +129,23 @@ async def prepare(
     )
     context.operation, context.request = "text_completion", context.request or request
     return GenerationJob(service, request, arrived)
+
+
+def _adapter(service: Service, sampling: SamplingRequest, arrived: Arrival) -> Adapter | None:
+    """The adapter that a request names; raises BrokenRule, ModelNotFound, or Forbidden where its key is not for it."""
+    adapter = None
+    if sampling.adapter_id:
+        known = service.adapters.get(sampling.adapter_id)
+        if known is None:
+            raise BrokenRule(
+                "adapter_id", "`$adapter_id` must be the name of an adapter", repr(sampling.adapter_id[:50])
+            )
+        adapter = known.adapter
+    elif sampling.model:
+        adapter = service.adapters.named_by_model(sampling.model)
+    if adapter is not None and arrived.account is not None:
+        arrived.account.check_model(adapter.name)
+    return adapter
 
 
 async def _checked(

@@ -58,7 +58,8 @@ class SamplingRequest:
     decoder_input_details: bool = False
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     raw_logprobs: bool = False  # log-probabilities are the model's own, before any processing
-    adapter_id: str | None = None
+    adapter_id: str | None = None  # of an adapter, which must be known
+    model: str | None = None  # of an adapter, or else of the model itself, whatever the name
     cache_salt: str = ""
     priority: int | None = None
 

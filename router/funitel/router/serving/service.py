@@ -7,9 +7,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.proto.settings.adapter_list import AdapterSource
+from funitel.proto.settings.fields import require
 from funitel.proto.version import version
+from funitel.router.adapters.registry import AdapterRegistry
 from funitel.router.core.drain import SHUTTING_DOWN, Drain
 from funitel.router.core.request import DEFAULT_MODEL
 from funitel.router.encoder.engine import EncoderEngine
@@ -43,6 +47,7 @@ class Service:
         self.facts = ModelOrigin()
         self.drain = Drain()
         self.running = RunningRequests()
+        self.adapters = AdapterRegistry(settings, (self.model_id, settings.tokenizer_name, DEFAULT_MODEL))
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -152,13 +157,16 @@ class Service:
         self._grammars = GrammarChecker(folder / "tokenizer.json", has_several_keys=settings.has_several_keys)
         self.recommended = read_recommended(folder)
         self.facts = ModelOrigin.of(folder)
+        located = await self.adapters.locate_listed()
         self._stage = "starting: waiting for the model shards"
         engine = await connect(settings, self.metrics)
         limits = engine.limits
         if isinstance(engine, EncoderEngine):
             self._encoder = await asyncio.to_thread(EncoderService.load, engine, folder, self._tokenizer.pool, settings)
             words = f"encoder for {self._encoder.words}"
+            require(not located, f"--lora-adapters is for models that generate text, this is an {words}")
         else:
+            await self._load_adapters(engine, located)
             self._engine = engine
             words = str(self.recommended)
         logger.info(
@@ -168,6 +176,15 @@ class Service:
             limits.max_input_tokens,
             limits.max_total_tokens,
         )
+
+    async def _load_adapters(self, engine: Inference, located: list[tuple[AdapterSource, Path]]) -> None:
+        """Load the adapters that the settings list; closes the engine where one cannot be served."""
+        self._stage = "starting: loading adapters"
+        try:
+            await self.adapters.load_listed(engine, located)
+        except FunitelError:
+            await engine.close()
+            raise
 
     def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
         self._stage = f"failed to start: {error.message}"

@@ -68,8 +68,6 @@ def check_parameters(
 
 def _check_supported(sampling: SamplingRequest) -> None:
     """What TGI would ignore, or has no word for."""
-    adapter_id = sampling.adapter_id
-    _require(not adapter_id, "adapter_id", "`$adapter_id` is not supported: no adapter is loaded", adapter_id)
     min_p = sampling.min_p
     _require(min_p is None or 0 <= min_p <= 1, "min_p", "`$min_p` must be >= 0.0 and <= 1.0", min_p)
     for token_id, bias in sampling.logit_bias.items():

@@ -6,6 +6,7 @@ from typing import Any
 
 from funitel.proto.security.keys import keys_of
 from funitel.proto.security.tls import MutualTls
+from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
 from funitel.proto.settings.listen_address import EVERY_ADDRESS, LOOPBACK, is_loopback
@@ -65,6 +66,20 @@ class RouterSettings:
         "Seconds that requests wait for lost shards to return when no replica is left; with 0 they fail at once and "
         "lost replicas are not reconnected.",
         bounds=NOT_NEGATIVE,
+    )
+    lora_adapters: AdapterList | None = setting(
+        None,
+        "Adapters to serve beside the model, comma-separated: a hub repository, name=owner/repo@revision or "
+        "name=/folder; `adapter_id` or `model` of a request names one.",
+    )
+    max_loras: int = setting(
+        8,
+        "Maximum of adapters in the memory of a shard; for another one, the least recently used of the idle ones is "
+        "evicted.",
+        bounds=POSITIVE,
+    )
+    lora_folder: str | None = setting(
+        None, "Folder below which /v1/load_lora_adapter finds adapters; when not given, that route is refused."
     )
     step_timeout_s: float = setting(
         60.0,

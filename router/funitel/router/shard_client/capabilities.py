@@ -6,6 +6,7 @@ from functools import partial
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Capability, GrammarType, SamplingParams
 from funitel.proto.strategy import OFF
+from funitel.router.core.request import Adapter
 
 
 def _uses(name: str, params: SamplingParams) -> bool:
@@ -31,6 +32,12 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
 )
 
 _EVERY = frozenset(needed for _, needed, _ in _NEEDS)
+
+
+def check_adapter(adapter: Adapter | None, *, takes_adapters: bool) -> None:
+    """Raise InvalidRequest for a request with an adapter where shards take none."""
+    if adapter is not None and not takes_adapters:
+        raise InvalidRequest("`adapter_id` is not supported by the shards of this server", "adapter_id")
 
 
 def check_capabilities(sampling: SamplingParams, capabilities: frozenset[str]) -> None:

@@ -65,6 +65,15 @@ class Ranks(Protocol):
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar beside the steps; a failure leaves steps sound. Raises InvalidRequest for a bad one."""
 
+    async def load_adapter(self, adapter_id: str, path: str) -> int:
+        """Load an adapter beside the steps; return the bytes that it takes on all ranks.
+
+        Raises InvalidRequest for one that cannot be served; after a failure no rank has it.
+        """
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """Drop an adapter that no row uses."""
+
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Drop one cached batch; or all, and restart the numbering of calls."""
 
@@ -117,6 +126,16 @@ class Replica:
     def num_batches(self) -> int:
         """Batches the ranks keep."""
         return len(self._batches)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded."""
+        return Capability.ADAPTERS in self.capabilities and all(info.max_lora_rank for info in self.infos)
+
+    @property
+    def rows(self) -> frozenset[int]:
+        """Rows that the ranks will hold once they have executed every call sent, by request id."""
+        return frozenset(request_id for batch in self._batches for request_id in batch.request_ids)
 
     async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool; return every rank's result, in rank order."""

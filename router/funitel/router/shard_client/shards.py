@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 30.0
+ADAPTER_TIMEOUT_SECONDS = 300.0  # files of some gigabytes on a slow disk
 DISMISS_SECONDS = 2.0  # for a rank to answer
 # Ranks answer together: once one has failed, the others have so much time.
 STRAGGLER_SECONDS = 5.0
@@ -51,6 +52,11 @@ def _ignore(task: "asyncio.Future[Any]") -> None:
     """Retrieve the exception of a task that is not awaited any more."""
     if not task.cancelled():
         task.exception()
+
+
+def _worst(failures: Sequence[BaseException]) -> BaseException:
+    """The failure of the lowest rank; a dead shard's before one of a call."""
+    return next((failure for failure in failures if isinstance(failure, ShardFailed)), failures[0])
 
 
 def _socket_file(url: str) -> tuple[int, int] | None:
@@ -200,6 +206,32 @@ class Shards:
         request = wire.encode_grammar(kind, text)
         await self._fan_out("CompileGrammar", request, pb.CompileGrammarResponse.FromString, GRAMMAR_TIMEOUT_SECONDS)
 
+    async def load_adapter(self, adapter_id: str, path: str) -> int:
+        """Load an adapter on every rank, or on none, beside the steps; return the bytes that it takes on all."""
+        request = pb.LoadAdapterRequest(id=adapter_id, path=path)
+        loaded = await self._each("LoadAdapter", request, pb.LoadAdapterResponse.FromString)
+        failures = [answer for answer in loaded if isinstance(answer, BaseException)]
+        if failures:
+            with suppress(FunitelError):
+                await self.unload_adapter(adapter_id)
+            raise _worst(failures)
+        return sum(answer.bytes for answer in loaded if isinstance(answer, pb.LoadAdapterResponse))
+
+    async def unload_adapter(self, adapter_id: str) -> None:
+        """Drop an adapter on every rank."""
+        answers = await self._each(
+            "UnloadAdapter", pb.UnloadAdapterRequest(id=adapter_id), pb.UnloadAdapterResponse.FromString
+        )
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            raise _worst(failures)
+
+    async def _each(self, method: str, request: Message, parse: Parse[T]) -> list[T | BaseException]:
+        """Call every rank and wait for all of them: a failure of one says nothing of the others."""
+        payload = request.SerializeToString()
+        calls = (client.call(method, payload, parse, ADAPTER_TIMEOUT_SECONDS) for client in self.clients)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
     async def encode(self, task: EncoderTask, inputs: Sequence[EncoderInput]) -> EncoderResult:
         """Encode texts by an encoder, which is one rank."""
         request = encoder_wire.encode_inputs(task, inputs)
@@ -255,7 +287,7 @@ class Shards:
             elif isinstance(error := task.exception(), FunitelError):
                 failures.append(error)
         if failures:
-            raise next((f for f in failures if isinstance(f, ShardFailed)), failures[0])
+            raise _worst(failures)
         return [task.result() for task in tasks]
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ from funitel.proto.errors import FunitelError
 from funitel.proto.step import ShardMemory, StepResult
 from funitel.router.core.request import Limits
 from funitel.router.core.stream import Timings
+from funitel.router.telemetry.adapter_metrics import AdapterMetrics
 from funitel.router.telemetry.collectors import FastCounter, FastHistogram, FastSummary
 from funitel.router.telemetry.roofline import Roofline
 
@@ -385,6 +386,7 @@ class Metrics:
         self._kv_bytes = self._gauge("funitel_kv_bytes", "Size of a rank's KV pool.", "rank")
         self._memory = self._gauge("funitel_memory_bytes", "Memory of its host that a rank holds.", "rank", "kind")
         self.roofline = Roofline(self.registry)
+        self.adapters = AdapterMetrics(self.registry)
         self._blocks = self._gauge("funitel_blocks", "KV blocks.", "state")
         self._states = self._gauge("funitel_state_slots", "Slots of recurrent states.", "state")
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")

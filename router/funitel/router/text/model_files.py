@@ -7,6 +7,7 @@ fetched, without weights. `generation_config.json` recommends sampling for hub c
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,21 +79,26 @@ def find_model_folder(name: str, revision: str | None = None) -> Path:
             f"--tokenizer-name {name} is neither a folder nor a hub repository (owner/name): give the folder that "
             "`funitel-server download-weights` prints"
         )
-    return _fetch(name, revision)
+    return fetch_files(name, revision, _FILES, f"--tokenizer-name {name}")
 
 
-def _fetch(repository: str, revision: str | None) -> Path:
+def fetch_files(repository: str, revision: str | None, patterns: Sequence[str], given: str) -> Path:
+    """Return the folder of a hub repository's files that match a pattern; blocks while they are fetched.
+
+    Raises:
+        StartupError: there is no such repository, or the hub cannot be reached; begins with `given`.
+    """
     from huggingface_hub import snapshot_download  # half a second to import, and rarely wanted
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except HFValidationError as error:
-        raise StartupError(f"--tokenizer-name {repository} cannot be the name of a hub repository") from error
+        raise StartupError(f"{given} cannot be the name of a hub repository") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         at = f" at revision {revision}" if revision else ""
-        raise StartupError(f"--tokenizer-name {repository}{at} cannot be had from the hub: {reason}") from error
+        raise StartupError(f"{given}{at} cannot be had from the hub: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ def sampling_of(body: MessagesRequest) -> SamplingRequest:
         top_k=body.top_k or None,
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
+        model=body.model,
     )
 
 

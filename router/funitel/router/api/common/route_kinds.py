@@ -30,6 +30,13 @@ tgi_openai_fact = partial(Operation, error=TgiOpenAIErrorResponse, method="GET",
 
 openai_read = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=OPENAI_READ_FAILURES)
 openai_work = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=OPENAI_FAILURES)
+operator_work = partial(
+    Operation,
+    error=OpenAIErrorResponse,
+    method="POST",
+    failures=(*OPENAI_READ_FAILURES, 404, 500),
+    access=Access.OPERATOR,
+)
 openai_stored = partial(Operation, error=OpenAIErrorResponse, failures=(400, 404))
 
 anthropic_work = partial(Operation, error=AnthropicErrorResponse, method="POST", failures=ANTHROPIC_FAILURES)

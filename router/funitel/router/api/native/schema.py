@@ -73,7 +73,7 @@ class GenerateParameters(StrategyFields):
     seed: U64 | None = Field(default=None, description="Makes sampling repeatable; random if absent.")
     top_n_tokens: U32 | None = Field(default=None, description="Return so many likeliest tokens at each position.")
     grammar: GrammarType | None = Field(default=None, description="What the text shall look like.")
-    adapter_id: str | None = Field(default=None, description="Refused: no adapter is loaded.")
+    adapter_id: str | None = Field(default=None, description="Name of an adapter that computes beside the model.")
     # Beyond TGI's.
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Only requests of the same salt share computed prefixes."
@@ -277,6 +277,9 @@ class Info(BaseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    lora_adapters: list[str] | None = Field(
+        default=None, exclude_if=is_none, description="Names of adapters that requests can ask for."
+    )
     # Of encoders, in text-embeddings-inference's words.
     model_type: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=is_none)
     model_dtype: str | None = Field(default=None, exclude_if=is_none)

@@ -73,7 +73,9 @@ class SamplingFields(StrategyFields):
 
     unsupported: ClassVar = SAMPLING
 
-    model: ModelName | None = Field(default=None, description="Any name; echoed in the answer.")
+    model: ModelName | None = Field(
+        default=None, description="The name of an adapter, or any other for the model itself; echoed."
+    )
     max_tokens: U32 | None = Field(default=None, description=CLAMPED)
     temperature: Annotated[F32, Field(ge=0)] | None = Field(default=None, description="0 takes the likeliest token.")
     top_p: Annotated[F32, Field(ge=0, le=1)] | None = None
@@ -217,5 +219,6 @@ class SamplingFields(StrategyFields):
             top_n_tokens=top_logprobs,
             raw_logprobs=top_logprobs is not None,
             strategy=self.strategy,
+            model=self.model,
         )
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)

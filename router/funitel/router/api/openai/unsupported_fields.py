@@ -25,8 +25,8 @@ SAMPLING: dict[str, Unsupported] = {
     "num_beams": Unsupported("answers are sampled", (*NOTHING, 1)),
     "custom_logit_processor": Unsupported("code of clients is not run"),
     "ebnf": Unsupported("use `structured_outputs`"),
-    "lora_path": Unsupported("no adapter is loaded"),
-    "adapter_id": Unsupported("no adapter is loaded"),
+    "lora_path": Unsupported("give the name of an adapter as `model`"),
+    "adapter_id": Unsupported("give the name of an adapter as `model`"),
 }
 
 CHAT: dict[str, Unsupported] = SAMPLING | {

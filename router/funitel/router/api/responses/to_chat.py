@@ -123,6 +123,7 @@ def sampling_of(body: ResponsesRequest) -> SamplingRequest:
         max_new_tokens=body.max_output_tokens,
         top_n_tokens=(body.top_logprobs or 0) if body.wants_logprobs else None,
         raw_logprobs=body.wants_logprobs,
+        model=body.model,
     )
 
 

@@ -1,4 +1,4 @@
-"""Request and answer records of vLLM's tokenizer routes, `/version` and `/load`."""
+"""Request and answer records of vLLM's routes for tokens and adapters, `/version` and `/load`."""
 
 from pydantic import BaseModel, Field, RootModel
 
@@ -66,3 +66,20 @@ class ServerLoad(BaseModel):
     """How many requests are in flight, those that wait among them."""
 
     server_load: int
+
+
+class LoadAdapter(Body):
+    """An adapter to load."""
+
+    lora_name: str = Field(description="What `model` and `adapter_id` of requests call it.")
+    lora_path: str = Field(description="Its folder, below that of --lora-folder.")
+    load_inplace: bool | None = Field(default=None, description="Whether it replaces one of the same name.")
+    pinned: bool | None = Field(default=None, description="Whether it stays in memory, used or not.")
+    base_model_name: str | None = Field(default=None, description="Accepted; the adapter's config names its base.")
+
+
+class UnloadAdapter(Body):
+    """An adapter to unload."""
+
+    lora_name: str
+    lora_int_id: int | None = Field(default=None, description="Accepted; names are enough.")

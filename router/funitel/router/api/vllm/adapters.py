@@ -1,0 +1,34 @@
+"""Handle vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, which are for operators."""
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+
+from funitel.router.api.common.body import forget_body, read_body
+from funitel.router.api.common.handler import service_of
+from funitel.router.api.vllm.schema import LoadAdapter, UnloadAdapter
+
+
+async def load(http: HttpRequest) -> Response:
+    """`/v1/load_lora_adapter`: load an adapter on every replica, and let requests name it."""
+    service = service_of(http)
+    engine = service.engine
+    try:
+        body = await read_body(http, LoadAdapter, service.settings, service.validating)
+    finally:
+        forget_body(http.scope)
+    await service.adapters.load(
+        engine, body.lora_name, body.lora_path, is_pinned=bool(body.pinned), in_place=bool(body.load_inplace)
+    )
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def unload(http: HttpRequest) -> Response:
+    """`/v1/unload_lora_adapter`: let no further request name an adapter; it is unloaded once none uses it."""
+    service = service_of(http)
+    engine = service.engine
+    try:
+        body = await read_body(http, UnloadAdapter, service.settings, service.validating)
+    finally:
+        forget_body(http.scope)
+    service.adapters.unload(engine, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
