@@ -78,6 +78,7 @@ class GenerateParameters(StrategyFields):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Only requests of the same salt share computed prefixes."
     )
+    speculate: Speculate | None = Field(default=None, description=SPECULATE)
     priority: Priority | None = Field(
         default=None, description="Lower is sooner; a step is worth ten seconds of waiting. Wins over the header."
     )
@@ -122,6 +123,7 @@ class GenerateParameters(StrategyFields):
             adapter_id=self.adapter_id,
             cache_salt=self.cache_salt or "",
             priority=self.priority,
+            speculate=self.speculate,
         )
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
 
