@@ -78,7 +78,6 @@ class GenerateParameters(StrategyFields):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Only requests of the same salt share computed prefixes."
     )
-    speculate: Speculate | None = Field(default=None, description=SPECULATE)
     priority: Priority | None = Field(
         default=None, description="Lower is sooner; a step is worth ten seconds of waiting. Wins over the header."
     )
@@ -275,6 +274,9 @@ class Info(BaseModel):
     max_total_tokens: int
     validation_workers: int
     max_client_batch_size: int
+    speculate: int | None = Field(
+        default=None, exclude_if=is_none, description="Most draft tokens of a step; absent without speculation."
+    )
     router: str
     version: str
     sha: str | None = None
