@@ -346,10 +346,10 @@ class ModelServerSettings:
     disable_forced_spans: bool = setting(
         False, "Compute each token in its own step, also tokens that a grammar forces."
     )
-    speculate: int = setting(
-        0,
-        "Maximum number of draft tokens that a step verifies for each sequence; drafts are looked up in the sequence's "
-        "own tokens. 0 for none.",
+    speculate: int | None = setting(
+        None,
+        "Maximum number of draft tokens that a step verifies for each sequence; they are looked up in the sequence's "
+        "own tokens. None when not given, or 0.",
         bounds=Bounds(minimum=0, maximum=MAX_SPECULATE),
     )
     watermark_gamma: float = setting(0.5, "Fraction of the vocabulary that a watermark favours.")

@@ -152,7 +152,7 @@ class RunningSet:
     def _grant_drafts(
         self, sequence: Sequence, begun: int, pending: int, part: DecodePart
     ) -> tuple[int, tuple[int, ...]]:
-        """Grant what a step needs that may have drafts; blocks for these only if nobody else needs them.
+        """Grant what a step needs that may have drafts; blocks for these only if no other sequence needs them.
 
         Returns the most tokens that are computed with it, and the blocks.
         """
