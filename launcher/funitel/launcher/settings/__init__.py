@@ -83,6 +83,7 @@ class LauncherSettings:
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", env="")
     disable_forced_spans: bool = _shard("disable_forced_spans")
     max_lora_rank: int = _shard("max_lora_rank")
+    speculate: int | None = _shard("speculate")
     watermark_gamma: float = _shard("watermark_gamma")
     watermark_delta: float = _shard("watermark_delta")
     cuda_memory_fraction: float | None = _shard("cuda_memory_fraction")

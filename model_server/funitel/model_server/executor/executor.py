@@ -27,6 +27,7 @@ from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
+from funitel.model_server.speculation.speculator import Speculator
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound
 from funitel.proto.step import (
     BlockCopy,
@@ -38,7 +39,7 @@ from funitel.proto.step import (
     WarmupResult,
 )
 
-MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor], StepSampling[Any]]
+MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor, Speculator | None], StepSampling[Any]]
 
 
 class Executor:
@@ -47,6 +48,7 @@ class Executor:
     Args:
         rules: what the model does with a sequence: a decoder's, or an encoder-decoder's.
         adapters: of this model; None: it takes none.
+        speculator: chooses drafts, where sequences may speculate.
         sampling: makes what samples: on the host before the next step, or on the device while that is launched.
     """
 
@@ -61,6 +63,7 @@ class Executor:
         sampling: MakeSampling = SyncSampling,
         rules: RowRules | None = None,
         adapters: AdapterRegistry | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.spec = spec
         self.codec = codec
@@ -74,8 +77,10 @@ class Executor:
         samples = parallel.rank == 0
         self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, self.adapters, samples=samples)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
-        self.sampling = sampling(self.runner, self.batches, self.output)
-        self.profiler = Warmup(self.runner, self.admission, self.sampling, codec)
+        self.speculator = speculator
+        self.runner.keeps_forwarded = speculator is not None and speculator.observes
+        self.sampling = sampling(self.runner, self.batches, self.output, speculator)
+        self.profiler = Warmup(self.runner, self.admission, self.sampling, codec, speculator)
 
     def warmup(self, starts: Sequence[SequenceStart], limits: WarmupLimits) -> WarmupResult:
         """Run the largest step, size the pool by what memory is left beside it, and settle the limits in tokens.

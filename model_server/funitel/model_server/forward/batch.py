@@ -36,6 +36,7 @@ class RowSpan:
     state_slot: int = 0  # that of no sequence
     state_saves: tuple[StateSave, ...] = ()
     adapter: Adapter | None = None
+    row_index: int = 0  # place of the sequence in the table
 
     @property
     def end(self) -> int:

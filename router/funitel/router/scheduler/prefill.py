@@ -197,6 +197,7 @@ class PrefillPlanner:
             state_saves=saves,
             mirostat_mu=sequence.mirostat_mu,
             adapter_id=None if request.adapter is None else request.adapter.id,
+            speculate=request.speculate,
         )
 
     # Spending -------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class SamplingRequest:
     model: str | None = None  # of an adapter, or else of the model itself, whatever the name
     cache_salt: str = ""
     priority: int | None = None
+    speculate: int | None = None  # maximum of draft tokens in a step; None: the server's
 
     def resolved(self, recommended: RecommendedSampling) -> "SamplingRequest":
         """The same with `do_sample` decided, by the rules of `/v1` where it is None."""

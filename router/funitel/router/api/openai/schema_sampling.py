@@ -220,5 +220,6 @@ class SamplingFields(StrategyFields):
             raw_logprobs=top_logprobs is not None,
             strategy=self.strategy,
             model=self.model,
+            speculate=self.speculate,
         )
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
