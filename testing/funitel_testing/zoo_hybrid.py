@@ -96,4 +96,23 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "OlmoHybrid",
         _LAYERS | _DELTA | {"linear_value_head_dim": 4, "linear_allow_neg_eigval": False},
     ),
+    "falcon_h1": (
+        "FalconH1",
+        _MAMBA2
+        | {"mamba_d_ssm": 96, "mamba_n_groups": 2, "mamba_rms_norm": False, "projectors_bias": True, "head_dim": 16}
+        | {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.6}
+        | {"mlp_multipliers": [0.8, 0.4], "ssm_multipliers": [0.5, 0.9, 1.2, 0.7, 0.3]}
+        | {"attention_in_multiplier": 0.7, "attention_out_multiplier": 0.8}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.4},
+    ),
+    "falcon_h1_normed": (
+        "FalconH1",
+        _MAMBA2
+        | {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_d_ssm": None, "mamba_n_groups": 3, "mamba_rms_norm": True}
+        | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+    ),
+    "falcon_h1_gated_first": (
+        "FalconH1",
+        _MAMBA2 | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
 }

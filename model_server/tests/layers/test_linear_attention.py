@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funitel.model_server.layers.linear_attention import (
+from funitel.model_server.layers.states.linear_attention import (
     CHUNK,
     attend,
     attend_by_delta,

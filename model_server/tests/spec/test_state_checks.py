@@ -7,6 +7,7 @@ import pytest
 
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.json_file import check_spec
+from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
@@ -32,6 +33,12 @@ def spec_from(name: str, **changes: Any) -> ModelSpec:
         ("bamba", {"mamba_d_state": 0}, "mamba2.state_dim must be within 1..8192, given 0"),
         ("bamba", {"mamba_n_heads": 5}, "mamba_n_heads 5 of mamba_d_head 16 must be 96"),
         ("bamba", {"mamba_n_heads": 0}, "mamba_n_heads"),
+        ("falcon_h1", {"mamba_d_ssm": 95}, "mamba_n_heads 6 of mamba_d_head 16 must be 95, mamba_d_ssm"),
+        ("falcon_h1", {"mamba_d_ssm": 0}, "mamba_n_heads 6 of mamba_d_head 16 must be 0, mamba_d_ssm"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "multipliers.state_parts must be empty or have 5 entries"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0, None, 1.0, 1.0]}, "value of the wrong kind: multipliers:"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "value of the wrong kind: multipliers:"),
+        ("falcon_h1", {"key_multiplier": 0.0}, "attention_scale must be > 0, given 0.0"),
         ("bamba", {"attn_layer_indices": None}, "no layer attends"),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "no layer attends"),
     ],
@@ -51,6 +58,10 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
         ({"short_conv": ShortConvSpec(channels=48, conv_width=3)}, "given delta_net, short_conv"),
         ({"state_layers": (0, 3)}, "state_layers must be within 0..2, given 3"),
         ({"state_layers": (0, 0)}, "state_layers must name each layer once"),
+        ({"state_layers": (), "delta_net": None, "is_state_beside": True}, "is_state_beside needs state_layers"),
+        ({"multipliers": MultiplierSpec(attention_in=2.0)}, "multipliers.attention_in needs is_state_beside true"),
+        ({"multipliers": MultiplierSpec(mlp_out=2.0), "is_gated": False}, "multipliers.mlp_out needs is_gated true"),
+        ({"multipliers": MultiplierSpec(state_parts=(1.0,) * 5)}, "5 entries, of mamba2, given 5"),
         ({"is_parallel": True}, "state_layers need is_parallel false"),
     ],
 )

@@ -219,6 +219,7 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | {"shared_intermediate_size": 1024}
     | _MAMBA2,
     "BambaForCausalLM": _sizes(128000, 4096, 14336, 32, 32, 262144, 8) | _MAMBA2,
+    "FalconH1ForCausalLM": _sizes(128000, 4096, 14336, 32, 32, 8192, 8) | _MAMBA2 | {"mamba_d_ssm": 1024},
     "OlmoHybridForCausalLM": _sizes(100352, 3840, 11008, 32, 30, 65536) | {"linear_conv_kernel_dim": 4},
     "NemotronHForCausalLM": _sizes(131072, 4096, 21504, 4, 32, 4096, 8)
     | _experts(8, 2, 7688)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 
@@ -9,6 +10,7 @@ MAX_HEADS = 1 << 16
 MAX_DIM = 1 << 13  # elements of a head's keys or values
 MAX_WIDTH = 64  # tokens that a convolution reads
 MAX_STATE_BYTES = 1 << 38  # of a sequence
+_NUM_PARTS = 5  # of what Mamba 2 makes of hidden states
 
 _KINDS = ("delta_net", "mamba2", "short_conv")
 
@@ -17,8 +19,9 @@ def state_problems(spec: ModelSpec) -> Iterator[str]:
     """Problems of the layers with a state, or none where there are no such layers."""
     given = [name for name in _KINDS if getattr(spec, name) is not None]
     if not spec.state_layers:
-        if spec.mlp_layers:
-            yield "mlp_layers need state_layers"
+        for name in ("mlp_layers", "is_state_beside"):
+            if getattr(spec, name):
+                yield f"{name} needs state_layers"
         if given:
             yield f"state_layers must name the layers of {given[0]}, given none"
         return
@@ -48,6 +51,21 @@ def _layer_problems(spec: ModelSpec) -> Iterator[str]:
         yield f"mlp_layers must be within 0..{spec.num_layers - 1} and none of state_layers, given {odd}"
     if spec.is_parallel:
         yield "state_layers need is_parallel false"
+    if spec.is_state_beside and spec.mlp_layers:
+        yield "is_state_beside needs mlp_layers empty"
+
+
+def multiplier_problems(spec: ModelSpec, factors: MultiplierSpec) -> Iterator[str]:
+    """Multipliers of what the model does not have."""
+    for name in ("attention_in", "attention_out", "state_in", "state_out"):
+        if getattr(factors, name) != 1.0 and not spec.is_state_beside:
+            yield f"multipliers.{name} needs is_state_beside true, given {getattr(factors, name)}"
+    for name in ("mlp_gate", "mlp_out"):
+        if getattr(factors, name) != 1.0 and not spec.is_gated:
+            yield f"multipliers.{name} needs is_gated true, given {getattr(factors, name)}"
+    parts = factors.state_parts
+    if parts and (spec.mamba2 is None or len(parts) != _NUM_PARTS):
+        yield f"multipliers.state_parts must be empty or have {_NUM_PARTS} entries, of mamba2, given {len(parts)}"
 
 
 def _size_problems(spec: ModelSpec, state: StateSpec) -> Iterator[str]:
@@ -90,7 +108,8 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
     names = spec.names
     needed = {"state_conv", "state_out"}
     if spec.mamba2 is not None:
-        needed |= {"state_in", "state_decay", "state_step_bias", "state_skip", "state_norm"}
+        needed |= {"state_in", "state_decay", "state_step_bias", "state_skip"}
+        needed |= {"state_norm"} if spec.mamba2.has_norm else set()
     if spec.short_conv is not None:
         needed |= {"state_in"}
     if spec.delta_net is not None:

@@ -80,7 +80,10 @@ class Mamba2Spec:
     num_groups: int
     conv_width: int
     has_conv_bias: bool = True
-    has_bias: bool = False  # of the layers on the way in and out
+    has_bias: bool = False  # of the layer on the way in
+    has_out_bias: bool | None = None  # of the one on the way out; None: as of the other
+    has_norm: bool = True  # heads are normalised, by group
+    is_norm_first: bool = False  # they are before their gates, instead of behind them
     min_step: float = 0.0  # steps are kept within these
     max_step: float | None = None  # None: no bound
     norm_eps: float | None = None  # None: as of all norms

@@ -4,6 +4,7 @@ Source for every row: the family's class in transformers, its configuration and 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from funitel.model_server.registry.rules.common import ATTENTION_BIASES
@@ -16,11 +17,13 @@ from funitel.model_server.registry.rules.row import (
     Rule,
     activation,
     first,
+    head_dim,
     rotary,
     row,
     when,
 )
 from funitel.model_server.registry.rules.states import MAMBA2_NAMES, OLD_KINDS, layers_of, mamba2, mixer, number, states
+from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, Position, QkNorm
 from funitel.model_server.spec.state_layers import Mamba2Spec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
@@ -75,6 +78,30 @@ def _bamba_layers(config: Config) -> tuple[int, ...]:
 def _bamba_rotary(config: Config) -> Config:
     """Half of a head turns, whatever the config says."""
     return {**config, "partial_rotary_factor": 0.5}
+
+
+def _falcon_mamba2(config: Config) -> Mamba2Spec:
+    return replace(
+        mamba2(config, config.get("mamba_d_ssm"), "mamba_d_ssm"),
+        has_out_bias=first("projectors_bias", default=False)(config),
+        has_norm=first("mamba_rms_norm", default=False)(config),
+        is_norm_first=first("mamba_norm_before_gate", default=True)(config),
+    )
+
+
+def _falcon_multipliers(config: Config) -> MultiplierSpec:
+    gate, out = map(float, first("mlp_multipliers", default=(1.0, 1.0))(config))
+    factors = {
+        name: float(first(f"{part}_multiplier", default=1.0)(config))
+        for name, part in (
+            ("attention_in",) * 2,
+            ("attention_out",) * 2,
+            ("state_in", "ssm_in"),
+            ("state_out", "ssm_out"),
+        )
+    }
+    parts = tuple(map(float, first("ssm_multipliers", default=(1.0,) * 5)(config)))
+    return MultiplierSpec(state_parts=parts, mlp_gate=gate, mlp_out=out, **factors)
 
 
 _NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -150,6 +177,25 @@ ROWS: dict[str, ArchitectureRow] = {
         norm_eps=first("rms_norm_eps", default=1e-5),
         rotary=lambda c: rotary(part=0.5)(_bamba_rotary(c)),
         **states(lambda c: _bamba_layers(c), mamba2=mamba2),
+        names={
+            "mlp_norm": "layers.{i}.pre_ff_layernorm",
+            "gate": "layers.{i}.feed_forward.gate_proj",
+            "up": "layers.{i}.feed_forward.up_proj",
+            "down": "layers.{i}.feed_forward.down_proj",
+            "final_norm": "final_layernorm",
+            **MAMBA2_NAMES,
+        },
+    ),
+    "FalconH1ForCausalLM": row(
+        **ATTENTION_BIASES,
+        has_mlp_bias=first("mlp_bias", default=False),
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        embedding_scale=first("embedding_multiplier", default=1.0),
+        logit_scale=first("lm_head_multiplier", default=1.0),
+        attention_scale=lambda c: head_dim(c) ** -0.5 * first("key_multiplier", default=1.0)(c),
+        multipliers=_falcon_multipliers,
+        is_state_beside=True,
+        **states(lambda c: tuple(range(NUM_LAYERS(c))), mamba2=_falcon_mamba2),
         names={
             "mlp_norm": "layers.{i}.pre_ff_layernorm",
             "gate": "layers.{i}.feed_forward.gate_proj",

@@ -47,15 +47,13 @@ def number(value: Any) -> float:
     return float(value["__float__"] if isinstance(value, dict) else value)
 
 
-def mamba2(config: Config) -> Mamba2Spec:
-    """Mamba 2, of so many times the hidden size."""
-    heads, inner = config["mamba_n_heads"], config["mamba_expand"] * HIDDEN_SIZE(config)
+def mamba2(config: Config, size: int | None = None, source: str = "mamba_expand * hidden_size") -> Mamba2Spec:
+    """Mamba 2 with `size` elements of all heads, which come from `source`; None: so many times the hidden size."""
+    heads, inner = config["mamba_n_heads"], config["mamba_expand"] * HIDDEN_SIZE(config) if size is None else size
     dim = config.get("mamba_d_head", "auto")
     limit = config.get("time_step_limit") or (0.0, math.inf)
     if (inner // heads if dim == "auto" else dim) * heads != inner:
-        raise UnsupportedModel(
-            f"mamba_n_heads {heads} of mamba_d_head {dim} must be {inner}, mamba_expand * hidden_size"
-        )
+        raise UnsupportedModel(f"mamba_n_heads {heads} of mamba_d_head {dim} must be {inner}, {source}")
     return Mamba2Spec(
         num_heads=heads,
         head_dim=inner // heads,

@@ -9,8 +9,8 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates, state_heads
 from funitel.model_server.layers.linear import ColumnLinear, Part, RowLinear
-from funitel.model_server.layers.linear_attention import attend_by_delta, attend_once_by_delta
-from funitel.model_server.layers.state_scan import Convolution, StateScan
+from funitel.model_server.layers.states.linear_attention import attend_by_delta, attend_once_by_delta
+from funitel.model_server.layers.states.state_scan import Convolution, StateScan
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import DeltaNetSpec
 
