@@ -115,4 +115,11 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "FalconH1",
         _MAMBA2 | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        _LAYERS
+        | {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+        | {"linear_head_dim": 12, "linear_num_heads": 3, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 20, "n_group": 3, "topk_group": 2, "num_key_value_heads": 6},
+    ),
 }

@@ -9,7 +9,7 @@ from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.json_file import check_spec
 from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.spec.state_layers import ShortConvSpec
+from funitel.model_server.spec.state_layers import DeltaNetSpec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.zoo import ZOO
 
@@ -39,6 +39,10 @@ def spec_from(name: str, **changes: Any) -> ModelSpec:
         ("falcon_h1", {"ssm_multipliers": [1.0, 2.0, None, 1.0, 1.0]}, "value of the wrong kind: multipliers:"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "value of the wrong kind: multipliers:"),
         ("falcon_h1", {"key_multiplier": 0.0}, "attention_scale must be > 0, given 0.0"),
+        ("kimi_linear", {"linear_head_dim": 0}, "delta_net.key_dim must be within 1..8192, given 0"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "delta_net.num_value_heads must be within 1..65536"),
+        ("kimi_linear", {"qk_rope_head_dim": 5}, "rotary.dims must be even"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
         ("bamba", {"attn_layer_indices": None}, "no layer attends"),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "no layer attends"),
     ],
@@ -62,6 +66,14 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
         ({"multipliers": MultiplierSpec(attention_in=2.0)}, "multipliers.attention_in needs is_state_beside true"),
         ({"multipliers": MultiplierSpec(mlp_out=2.0), "is_gated": False}, "multipliers.mlp_out needs is_gated true"),
         ({"multipliers": MultiplierSpec(state_parts=(1.0,) * 5)}, "5 entries, of mamba2, given 5"),
+        (
+            {
+                "delta_net": DeltaNetSpec(
+                    num_key_heads=3, num_value_heads=6, key_dim=8, value_dim=8, conv_width=4, rank=0
+                )
+            },
+            "delta_net.rank must be within 1..8192, given 0",
+        ),
         ({"is_parallel": True}, "state_layers need is_parallel false"),
     ],
 )

@@ -201,6 +201,10 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _experts(256, 8, 2048)
     | _LATENT
     | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    "KimiLinearForCausalLM": _sizes(163840, 2304, 9216, 27, 32, 1048576, 32)
+    | {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"num_local_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "n_shared_experts": 1}
+    | {"routed_scaling_factor": 2.446, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
     "Qwen3NextForCausalLM": _sizes(151936, 2048, 5632, 48, 16, 32768, 2)
     | _experts(512, 10, 512)
     | {"head_dim": 256, "shared_expert_intermediate_size": 512}

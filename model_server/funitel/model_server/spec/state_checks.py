@@ -80,6 +80,8 @@ def _size_problems(spec: ModelSpec, state: StateSpec) -> Iterator[str]:
     if isinstance(state, DeltaNetSpec):
         heads, groups = "num_value_heads", "num_key_heads"
         sizes = {"key_dim": (state.key_dim, MAX_DIM), "value_dim": (state.value_dim, MAX_DIM)}
+        if state.rank is not None:
+            sizes["rank"] = state.rank, MAX_DIM
         if state.beta_scale <= 0:
             yield f"beta_scale must be > 0, given {state.beta_scale}"
     elif isinstance(state, Mamba2Spec):
@@ -117,6 +119,11 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
         if not names.state_qkvz:
             needed |= {"state_gate"} | (set() if names.state_in else {"state_q", "state_k", "state_v"})
         needed |= set() if names.state_ba else {"state_beta", "state_step"}
+        if spec.delta_net.rank is not None:
+            needed |= {"state_gate", "state_gate_down", "state_step", "state_step_down", "state_beta"}
+            for name in ("state_qkvz", "state_ba"):
+                if getattr(names, name):
+                    yield f"names.{name} must be empty where delta_net has a rank"
     for name in sorted(needed):
         if not getattr(names, name):
             yield f"names.{name} must not be empty"

@@ -36,7 +36,8 @@ class DeltaNetSpec:
     """Gated delta net: a head's matrix S becomes a * S + b * k (v - a * S^T k)^T, and gives S^T q.
 
     Source: Gated DeltaNet, arXiv 2412.06464. Key heads serve equally many value heads each; queries and keys have a
-    length of 1, queries are multiplied by key_dim ** -0.5.
+    length of 1, queries are multiplied by key_dim ** -0.5. With `rank` each row of S has a decay of its own: Kimi
+    Delta Attention, arXiv 2510.26692.
     """
 
     num_key_heads: int
@@ -45,6 +46,8 @@ class DeltaNetSpec:
     value_dim: int
     conv_width: int
     beta_scale: float = 1.0  # multiplies b, which is within 0..1
+    rank: int | None = None  # of vectors that gates, and decays of rows, come from; None: one decay of a head, as gates
+    has_sigmoid_gate: bool = False  # what heads give is multiplied by sigmoids of gates; else by their SiLU
     norm_eps: float | None = None  # of the norm of heads; None: as of all norms
 
     @property

@@ -1,13 +1,20 @@
 """Recurrences of linear attention over tokens of one sequence in chunks, or over one token of each of several.
 
 A head's state is a matrix S [key_dim, value_dim]. With a log decay g, a token makes it exp(g) * S + k v^T, or by the
-delta rule exp(g) * S + b * k (v - exp(g) * S^T k)^T, and reads q^T S. Heads lie as [groups, heads of a group]: queries
-and keys are those of a group. Everything is float32. Source: Gated DeltaNet, arXiv 2412.06464; Mamba 2, 2405.21060.
+delta rule exp(g) * S + b * k (v - exp(g) * S^T k)^T, and reads q^T S. A decay is one number for the matrix, or one for
+each of its rows. Heads lie as [groups, heads of a group]: queries and keys are those of a group. Everything is float32.
+
+What no state enters is computed for several chunks at once; from chunk to chunk goes the state alone. Source: Gated
+DeltaNet, arXiv 2412.06464; Mamba 2, 2405.21060; with a decay for each row Kimi Linear, 2510.26692.
 """
+
+from collections.abc import Iterator
 
 import torch
 
 CHUNK = 64  # tokens that are computed with matrix products; within a chunk the work grows with the square
+SPAN = 8 * CHUNK  # tokens whose chunks are computed at once: what they need in between grows with it
+_BLOCK = 16  # tokens whose decays of each row are multiplied pair by pair
 
 
 def attend(
@@ -19,15 +26,14 @@ def attend(
         q: [num_tokens, groups, key_dim], as are `k`.
         k: keys.
         v: [num_tokens, groups, heads, value_dim].
-        log_decay: [num_tokens, groups, heads], <= 0.
+        log_decay: [num_tokens, groups, heads] or [num_tokens, groups, heads, key_dim], <= 0.
         state: [groups, heads, key_dim, value_dim].
     """
     results = []
-    for chunk in _chunks(q, k, v, log_decay):
-        scores = chunk.scores() * chunk.pair_decays
-        results.append(scores @ chunk.v + chunk.q_decayed @ state)
-        state = chunk.behind(state, chunk.v)
-    return _by_token(results), state
+    for chunks in _spans(q, k, v, log_decay):
+        before, state = chunks.pass_on(state, chunks.written(chunks.v))
+        results.append(chunks.by_token(chunks.scores(chunks.q) @ chunks.v + chunks.q * chunks.decays @ before))
+    return torch.cat(results), state
 
 
 def attend_by_delta(
@@ -40,23 +46,30 @@ def attend_by_delta(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend`, by the delta rule; `beta` [num_tokens, groups, heads] is how much of what is read is replaced."""
     results = []
-    for chunk, rates in zip(_chunks(q, k, v, log_decay), torch.split(beta, CHUNK), strict=True):
-        rate = rates.permute(1, 2, 0)[..., None]  # [groups, heads, num_tokens, 1]
+    for chunks, rates in zip(_spans(q, k, v, log_decay), torch.split(beta, SPAN), strict=True):
+        rate = chunks.cut(rates).permute(0, 2, 3, 1)[..., None]  # [num_chunks, groups, heads, size, 1]
         # A token's correction depends on those before it in the chunk: (1 + L) u = rate * (v - what the state gives).
-        system = rate * (chunk.k @ chunk.k.transpose(-1, -2)).tril(-1) * chunk.pair_decays
-        given = (chunk.k * chunk.decays) @ state
-        corrections = torch.linalg.solve_triangular(system, rate * (chunk.v - given), upper=False, unitriangular=True)
-        scores = chunk.scores() * chunk.pair_decays
-        results.append(scores @ corrections + chunk.q_decayed @ state)
-        state = chunk.behind(state, corrections)
-    return _by_token(results), state
+        # Both parts of the right side are solved for before the state is known.
+        system = rate * chunks.scores(chunks.k).tril(-1)
+        sides = torch.cat((rate * chunks.v, rate * chunks.k * chunks.decays), dim=-1)
+        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+        values, keys = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
+        before, corrections = [], []
+        left = chunks.keys_left
+        for value, key, total, ending in zip(values, keys, chunks.total, left, strict=True):
+            before.append(state)
+            corrections.append(value - key @ state)
+            state = state * total + ending @ corrections[-1]
+        read = chunks.scores(chunks.q) @ torch.stack(corrections) + chunks.q * chunks.decays @ torch.stack(before)
+        results.append(chunks.by_token(read))
+    return torch.cat(results), state
 
 
 def attend_once(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend` for one token of each of several sequences; the first dimension is that of the sequences."""
-    state = torch.addcmul(state * log_decay.exp()[..., None, None], k[:, :, None, :, None], v[..., None, :])
+    state = torch.addcmul(_decayed(state, log_decay), k[:, :, None, :, None], v[..., None, :])
     return _read(q, state), state
 
 
@@ -69,10 +82,16 @@ def attend_once_by_delta(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend_by_delta` for one token of each of several sequences."""
-    state = state * log_decay.exp()[..., None, None]
+    state = _decayed(state, log_decay)
     correction = beta[..., None] * (v - _read(k, state))
     state = torch.addcmul(state, k[:, :, None, :, None], correction[..., None, :])
     return _read(q, state), state
+
+
+def _decayed(state: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """States [num_rows, groups, heads, key_dim, value_dim] by decays of a whole matrix or of each row."""
+    decay = log_decay.exp()[..., None]
+    return state * (decay if decay.dim() == state.dim() else decay[..., None])
 
 
 def _read(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -80,40 +99,92 @@ def _read(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     return (x[:, :, None, None, :] @ state)[..., 0, :]
 
 
-class _Chunk:
-    """Some tokens: queries and keys [groups, 1, num_tokens, key_dim], values [groups, heads, num_tokens, value_dim]."""
+class _Chunks:
+    """Some tokens, in chunks of equal size; the last is filled up with tokens that change nothing.
+
+    Queries and keys are [num_chunks, groups, 1, size, key_dim], values [num_chunks, groups, heads, size, value_dim].
+    Decays have a last dimension of 1 or of key_dim.
+    """
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> None:
-        self.q, self.k = (x.transpose(0, 1)[:, None] for x in (q, k))
-        self.v = v.permute(1, 2, 0, 3)
+        self.num_tokens = len(q)
+        self.num_chunks = -(-len(q) // CHUNK)
+        self.size = -(-len(q) // self.num_chunks)
+        self.q, self.k = (self.cut(x).transpose(1, 2)[:, :, None] for x in (q, k))
+        self.v = self.cut(v).permute(0, 2, 3, 1, 4)
+        self.is_by_row = log_decay.dim() == v.dim()
+        each = log_decay if self.is_by_row else log_decay[..., None]
         # Sums of strong decays are large and what counts are small differences between them.
-        summed = log_decay.permute(1, 2, 0).double().cumsum(dim=-1)  # [groups, heads, num_tokens]
-        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-        differences = summed[..., :, None] - summed[..., None, :]
-        # [..., token, token before it or itself]
-        self.pair_decays = differences.float().masked_fill(later, -torch.inf).exp()
-        self.decays = summed.float().exp()[..., None]  # since the beginning of the chunk
-        self.left = (summed[..., -1:] - summed).float().exp()[..., None]  # until its end
-        self.total = summed[..., -1].float().exp()[..., None, None]
+        self.summed = self.cut(each).permute(0, 2, 3, 1, 4).double().cumsum(dim=-2)
+        self.decays = self.summed.float().exp()  # since the beginning of the chunk
+        self.total = self.summed[..., -1, :, None].float().exp()
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, ...] -> [num_chunks, size, ...]."""
+        missing = self.num_chunks * self.size - len(x)
+        if missing:
+            x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+        return x.reshape(self.num_chunks, self.size, *x.shape[1:])
+
+    def by_token(self, results: torch.Tensor) -> torch.Tensor:
+        """[num_chunks, groups, heads, size, value_dim] -> [num_tokens, groups, heads, value_dim]."""
+        return results.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.num_tokens]
 
     @property
-    def q_decayed(self) -> torch.Tensor:
-        """Queries that read the state before the chunk."""
-        return self.q * self.decays
+    def keys_left(self) -> torch.Tensor:
+        """Keys, as they have decayed at the end of the chunk: [num_chunks, groups, heads, key_dim, size]."""
+        left = (self.summed[..., -1:, :] - self.summed).float().exp()
+        return (self.k * left).transpose(-1, -2)
 
-    def scores(self) -> torch.Tensor:
-        return self.q @ self.k.transpose(-1, -2)
+    def written(self, values: torch.Tensor) -> torch.Tensor:
+        """What tokens that write these values leave at the end of their chunk."""
+        return self.keys_left @ values
 
-    def behind(self, state: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The state behind the chunk, with what its tokens write."""
-        return state * self.total + (self.k * self.left).transpose(-1, -2) @ values
+    def pass_on(self, state: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states before each chunk, and the one behind the last."""
+        before = []
+        for total, added in zip(self.total, written, strict=True):
+            before.append(state)
+            state = torch.addcmul(added, state, total)
+        return torch.stack(before), state
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Products of x and the keys up to each token, with the decay in between; 0 for later keys.
+
+        [num_chunks, groups, heads, size, size]
+        """
+        if self.is_by_row:
+            blocks = [self._block(x, first) for first in range(0, self.size, _BLOCK)]
+            return torch.cat(blocks, dim=-2)
+        summed = self.summed[..., 0]
+        decays = _pair_decays(summed[..., :, None] - summed[..., None, :], 0)
+        return (x @ self.k.transpose(-1, -2)) * decays
+
+    def _block(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """Rows of `scores` from `first` on, where each row of a matrix has its decay.
+
+        Behind the tokens of the block, a product of decays is one until its beginning and one from there on.
+        """
+        last = min(first + _BLOCK, self.size)
+        x, keys, mine = x[..., first:last, :], self.k[..., first:last, :], self.summed[..., first:last, :]
+        decays = _pair_decays(mine[..., :, None, :] - mine[..., None, :, :], 1)
+        scores = (x[..., :, None, :] * keys[..., None, :, :] * decays).sum(dim=-1)
+        later = scores.new_zeros(*scores.shape[:-1], self.size - last)
+        if not first:
+            return torch.cat((scores, later), dim=-1)
+        border = self.summed[..., first - 1 : first, :]
+        earlier = self.k[..., :first, :] * (border - self.summed[..., :first, :]).float().exp()
+        before = (x * (mine - border).float().exp()) @ earlier.transpose(-1, -2)
+        return torch.cat((before, scores, later), dim=-1)
 
 
-def _chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> list[_Chunk]:
-    parts = (torch.split(x, CHUNK) for x in (q, k, v, log_decay))
-    return [_Chunk(*part) for part in zip(*parts, strict=True)]
+def _pair_decays(differences: torch.Tensor, trailing: int) -> torch.Tensor:
+    """Decays between tokens and those before them, 0 for later ones; of [..., token, other], with more dimensions."""
+    size = differences.shape[-1 - trailing]
+    later = torch.ones(size, size, dtype=torch.bool, device=differences.device).triu(1)
+    return differences.float().masked_fill(later[(...,) + (None,) * trailing], -torch.inf).exp()
 
 
-def _by_token(results: list[torch.Tensor]) -> torch.Tensor:
-    """[groups, heads, num_tokens, value_dim] of each chunk -> [num_tokens, groups, heads, value_dim]."""
-    return torch.cat(results, dim=2).permute(2, 0, 1, 3)
+def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> Iterator[_Chunks]:
+    parts = (torch.split(x, SPAN) for x in (q, k, v, log_decay))
+    return (_Chunks(*part) for part in zip(*parts, strict=True))
