@@ -122,4 +122,16 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         | {"linear_head_dim": 12, "linear_num_heads": 3, "num_local_experts": 6, "num_experts_per_tok": 3}
         | {"moe_intermediate_size": 20, "n_group": 3, "topk_group": 2, "num_key_value_heads": 6},
     ),
+    "mamba2": (
+        "Mamba2",
+        {"num_hidden_layers": NUM_LAYERS, "num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 3}
+        | {"chunk_size": 16, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "mamba": ("Mamba", {"num_hidden_layers": NUM_LAYERS, "state_size": 5, "use_bias": True, "use_conv_bias": False}),
+    "falcon_mamba": ("FalconMamba", {"num_hidden_layers": NUM_LAYERS, "state_size": 5, "time_step_rank": 7}),
+    "jamba": (
+        "Jamba",
+        {"num_hidden_layers": NUM_LAYERS, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "mamba_d_state": 5, "mamba_dt_rank": 4, "mamba_proj_bias": True},
+    ),
 }

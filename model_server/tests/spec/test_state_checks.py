@@ -43,8 +43,15 @@ def spec_from(name: str, **changes: Any) -> ModelSpec:
         ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "delta_net.num_value_heads must be within 1..65536"),
         ("kimi_linear", {"qk_rope_head_dim": 5}, "rotary.dims must be even"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
-        ("bamba", {"attn_layer_indices": None}, "no layer attends"),
-        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "no layer attends"),
+        ("mamba2", {"num_heads": 5}, "num_heads 5 of head_dim 16 must be 96, expand * hidden_size"),
+        ("mamba2", {"n_groups": 4}, "mamba2.num_heads must be a multiple of num_groups, given 6 and 4"),
+        ("mamba", {"state_size": 0}, "mamba.state_dim must be within 1..8192, given 0"),
+        ("mamba", {"conv_kernel": 100}, "mamba.conv_width must be within 1..64, given 100"),
+        ("mamba", {"time_step_rank": 0}, "mamba.step_rank must be within 1..8192, given 0"),
+        ("mamba", {"time_step_rank": "all"}, "mamba.step_rank must be an integer"),
+        ("falcon_mamba", {"intermediate_size": -1}, "intermediate_size must be within 1.."),
+        ("jamba", {"attn_layer_period": 0}, "value of the wrong kind: state_layers:"),
+        ("jamba", {"num_experts_per_tok": 9}, "experts.num_chosen must be within 1..4"),
     ],
 )
 def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], message: str) -> None:
@@ -58,7 +65,7 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
     ("changes", "message"),
     [
         ({"state_layers": ()}, "state_layers must name the layers of delta_net, given none"),
-        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, short_conv, given none"),
+        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, mamba, short_conv, given none"),
         ({"short_conv": ShortConvSpec(channels=48, conv_width=3)}, "given delta_net, short_conv"),
         ({"state_layers": (0, 3)}, "state_layers must be within 0..2, given 3"),
         ({"state_layers": (0, 0)}, "state_layers must name each layer once"),
@@ -74,6 +81,7 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
             },
             "delta_net.rank must be within 1..8192, given 0",
         ),
+        ({"state_layers": (), "delta_net": None, "has_mlp": False}, "has_mlp false needs state_layers"),
         ({"is_parallel": True}, "state_layers need is_parallel false"),
     ],
 )

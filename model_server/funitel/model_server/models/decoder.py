@@ -142,7 +142,7 @@ def layer_of(
     spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
 ) -> "AnyLayer":
     """A layer as the spec has it."""
-    if spec.mlp_layers:
+    if spec.mlp_layers or not spec.has_mlp:
         return SingleBlockLayer(spec.at(index), weights, parallel, attention, index)
     kind = DecoderLayer if spec.altup is None else AltUpLayer
     return kind(spec.at(index), weights, parallel, attention, index)

@@ -10,6 +10,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention, LatentAttention, Rotations
 from funitel.model_server.layers.elementwise import ElementwiseOps
 from funitel.model_server.layers.states.delta_net import DeltaNet
+from funitel.model_server.layers.states.mamba import Mamba
 from funitel.model_server.layers.states.mamba2 import Mamba2
 from funitel.model_server.layers.states.short_conv import ShortConv
 from funitel.model_server.spec.layer_spec import MultiplierSpec
@@ -21,11 +22,13 @@ class StateLayer:
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
         self.index = index
-        self.mixer: DeltaNet | Mamba2 | ShortConv
+        self.mixer: DeltaNet | Mamba2 | Mamba | ShortConv
         if spec.delta_net is not None:
             self.mixer = DeltaNet(spec, spec.delta_net, weights, parallel, index)
         elif spec.mamba2 is not None:
             self.mixer = Mamba2(spec, spec.mamba2, weights, parallel, index)
+        elif spec.mamba is not None:
+            self.mixer = Mamba(spec, spec.mamba, weights, parallel, index)
         else:
             assert spec.short_conv is not None
             self.mixer = ShortConv(spec, spec.short_conv, weights, parallel, index)
@@ -75,8 +78,13 @@ def mixer_of(
     return AttentionBesideState(spec, attending, StateLayer(spec, weights, parallel, index))
 
 
+def attending_of(mixer: Mixer) -> Attention | LatentAttention | StateLayer:
+    """The attention of a layer that has some, else what takes its place."""
+    return mixer.attention if isinstance(mixer, AttentionBesideState) else mixer
+
+
 def adopt(mixer: Mixer, elementwise: ElementwiseOps) -> None:
     """Let attention compute with these operations, if there is any."""
-    attending = mixer.attention if isinstance(mixer, AttentionBesideState) else mixer
+    attending = attending_of(mixer)
     if isinstance(attending, Attention):
         attending.elementwise = elementwise

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from funitel.model_server.spec.layer_spec import AltUpSpec, LayerEmbeddingSpec, LayerSpec, MultiplierSpec
-from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 from funitel.model_server.spec.tensor_names import TensorNames
 
 
@@ -253,10 +253,12 @@ class ModelSpec:
 
     delta_net: DeltaNetSpec | None = None
     mamba2: Mamba2Spec | None = None
+    mamba: MambaSpec | None = None
     short_conv: ShortConvSpec | None = None
     state_layers: tuple[int, ...] = ()  # layers that keep a state instead of attending, of the one kind given above
     is_state_beside: bool = False  # these layers attend as well, and what both give is added up
     mlp_layers: tuple[int, ...] = ()  # layers of an MLP alone; where there are some, the others have none
+    has_mlp: bool = True  # layers that attend or keep a state have an MLP too, unless there are `mlp_layers`
     state_norm_placement: NormPlacement | None = None  # in these layers; None: as in the others
 
     has_qkv_bias: bool = False
@@ -298,7 +300,7 @@ class ModelSpec:
     @property
     def state(self) -> StateSpec | None:
         """What layers with a state are, or None where there are none."""
-        return self.delta_net or self.mamba2 or self.short_conv if self.state_layers else None
+        return self.delta_net or self.mamba2 or self.mamba or self.short_conv if self.state_layers else None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -102,6 +102,44 @@ class Mamba2Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """Mamba: the state s [state_dim] of a channel becomes exp(t * a) * s + t * x * B, and gives s^T C + D * x.
+
+    Steps t, and B and C of all channels, come from all that is convolved; a is learnt for each element of a state.
+    Source: Mamba, arXiv 2312.00752.
+    """
+
+    channels: int
+    state_dim: int
+    conv_width: int
+    step_rank: int  # of the vector that steps come from
+    has_conv_bias: bool = True
+    has_bias: bool = False  # of the layers on the way in and out
+    has_norms: bool = False  # that vector, B and C are normalised
+    has_norm_weights: bool = True
+    norm_eps: float | None = None  # None: as of all norms
+
+    @property
+    def num_heads(self) -> int:
+        """See StateSpec."""
+        return self.channels
+
+    @property
+    def num_groups(self) -> int:
+        """See StateSpec."""
+        return 1
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See StateSpec."""
+        return self.state_dim, 1
+
+    def num_channels(self, num_heads: int, num_groups: int) -> int:
+        """See StateSpec."""
+        return num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
     """A convolution over the last few tokens, gated before and behind it. Source: LFM2, its code in transformers."""
 
@@ -127,3 +165,7 @@ class ShortConvSpec:
     def num_channels(self, num_heads: int, num_groups: int) -> int:
         """See StateSpec."""
         return num_heads
+
+
+STATE_KINDS = ("delta_net", "mamba2", "mamba", "short_conv")
+"""Fields of a ModelSpec, of which one says what layers with a state are."""

@@ -108,6 +108,10 @@ class TensorNames:
     state_step_down: str = ""
     state_qkvz: str = ""
     state_ba: str = ""
+    state_select: str = ""  # of Mamba: linear layer from what is convolved to what steps, B and C come from
+    state_step_norm: str = ""  # and norms of these three
+    state_b_norm: str = ""
+    state_c_norm: str = ""
     state_conv: str = ""
     state_conv_q: str = ""  # where the convolution of a delta net is in three parts, and the same of keys and values
     state_conv_k: str = ""

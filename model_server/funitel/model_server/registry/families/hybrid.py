@@ -3,6 +3,7 @@
 Source for every row: the family's class in transformers, its configuration and the tensor names of its checkpoints.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,8 +25,8 @@ from funitel.model_server.registry.rules.row import (
 )
 from funitel.model_server.registry.rules.states import MAMBA2_NAMES, OLD_KINDS, layers_of, mamba2, mixer, number, states
 from funitel.model_server.spec.layer_spec import MultiplierSpec
-from funitel.model_server.spec.model_spec import Activation, ExpertScore, Position, QkNorm
-from funitel.model_server.spec.state_layers import Mamba2Spec, ShortConvSpec
+from funitel.model_server.spec.model_spec import Activation, ExpertScore, Position, QkNorm, RotarySpec
+from funitel.model_server.spec.state_layers import Mamba2Spec, MambaSpec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
 
 
@@ -69,10 +70,7 @@ _LFM2_NAMES: dict[str, Any] = {
 
 
 def _bamba_layers(config: Config) -> tuple[int, ...]:
-    found = tuple(i for i in range(NUM_LAYERS(config)) if i not in (config.get("attn_layer_indices") or ()))
-    if len(found) == NUM_LAYERS(config):
-        raise UnsupportedModel("no layer attends: the pool is for keys and values")
-    return found
+    return tuple(i for i in range(NUM_LAYERS(config)) if i not in (config.get("attn_layer_indices") or ()))
 
 
 def _bamba_rotary(config: Config) -> Config:
@@ -150,7 +148,146 @@ def _nemotron_mamba2(config: Config) -> Mamba2Spec:
     )
 
 
+_EVERY: Rule = lambda config: tuple(range(NUM_LAYERS(config)))  # noqa: E731
+_UNBOUNDED = 1 << 17  # tokens of the longest sequence, where nothing of a model grows with it
+_RANK_SHARE = 16  # hidden size to elements of the vector that steps come from
+_STATE_ALONE: dict[str, Any] = {
+    "intermediate_size": lambda c: c.get("expand", 2) * HIDDEN_SIZE(c),
+    "max_position_embeddings": _UNBOUNDED,
+    "norm_eps": first("layer_norm_epsilon", default=1e-5),
+    "position": Position.NONE,
+    "rotary": RotarySpec(),
+    "has_mlp": False,
+    "fixed": {"hidden_act": "silu"},
+}
+_STATE_ALONE_NAMES = {
+    "prefix": "backbone.",
+    "embedding": "embeddings",
+    "attention_norm": "layers.{i}.norm",
+    "final_norm": "norm_f",
+}
+_NEMOTRON_MIXER = {key: name.replace(".mamba.", ".mixer.") for key, name in MAMBA2_NAMES.items()}
+
+
+def _mamba2_alone(config: Config) -> Mamba2Spec:
+    heads, dim, inner = config["num_heads"], config["head_dim"], config.get("expand", 2) * HIDDEN_SIZE(config)
+    limit = first("time_step_limit", default=(0.0, math.inf))(config)
+    if heads * dim != inner:
+        raise UnsupportedModel(f"num_heads {heads} of head_dim {dim} must be {inner}, expand * hidden_size")
+    return Mamba2Spec(
+        num_heads=heads,
+        head_dim=dim,
+        state_dim=config["state_size"],
+        num_groups=config["n_groups"],
+        conv_width=config["conv_kernel"],
+        has_conv_bias=config.get("use_conv_bias", True),
+        has_bias=config.get("use_bias", False),
+        min_step=number(limit[0]),
+        max_step=None if math.isinf(number(limit[1])) else number(limit[1]),
+    )
+
+
+def _step_rank(config: Config, key: str) -> Any:
+    given = config.get(key, "auto")
+    return -(-HIDDEN_SIZE(config) // _RANK_SHARE) if given == "auto" else given
+
+
+_MAMBA_SIZE: Rule = lambda c: first("intermediate_size", default=c.get("expand", 2) * HIDDEN_SIZE(c))(c)  # noqa: E731
+
+
+def _mamba(config: Config) -> MambaSpec:
+    return MambaSpec(
+        channels=_MAMBA_SIZE(config),
+        state_dim=config["state_size"],
+        conv_width=config["conv_kernel"],
+        step_rank=_step_rank(config, "time_step_rank"),
+        has_conv_bias=config.get("use_conv_bias", True),
+        has_bias=config.get("use_bias", False),
+    )
+
+
+def _falcon_mamba(config: Config) -> MambaSpec:
+    eps = config.get("mixer_rms_eps", 1e-6)
+    return replace(_mamba(config), has_norms=True, has_norm_weights=False, norm_eps=eps)
+
+
+def _jamba(config: Config) -> MambaSpec:
+    return MambaSpec(
+        channels=config["mamba_expand"] * HIDDEN_SIZE(config),
+        state_dim=config["mamba_d_state"],
+        conv_width=config["mamba_d_conv"],
+        step_rank=_step_rank(config, "mamba_dt_rank"),
+        has_conv_bias=config.get("mamba_conv_bias", True),
+        has_bias=config.get("mamba_proj_bias", False),
+        has_norms=True,
+    )
+
+
+def _periodic(part: str, *, is_other: bool) -> Rule:
+    """Layers of which the config says by a period and an offset that they are of a kind, or all others."""
+
+    def read(config: Config) -> tuple[int, ...]:
+        period, offset = config[f"{part}_layer_period"], config[f"{part}_layer_offset"]
+        return tuple(i for i in range(NUM_LAYERS(config)) if (i % period == offset) is not is_other)
+
+    return read
+
+
+def _mamba_names(stem: str) -> dict[str, str]:
+    return {
+        **mixer(stem, **{"in": "in_proj"}, conv="conv1d", select="x_proj", step="dt_proj", decay="A_log", skip="D"),
+        **mixer(stem, out="out_proj", step_norm="dt_layernorm", b_norm="b_layernorm", c_norm="c_layernorm"),
+    }
+
+
+# Sizes of heads say no more than how many ranks there may be, for nothing attends.
+_MAMBA: dict[str, Any] = _STATE_ALONE | {
+    "intermediate_size": _MAMBA_SIZE,
+    "num_heads": lambda c: max(1, HIDDEN_SIZE(c) // _RANK_SHARE),
+    "num_kv_heads": lambda c: max(1, HIDDEN_SIZE(c) // _RANK_SHARE),
+    "head_dim": _RANK_SHARE,
+    "is_tied": first("tie_word_embeddings", default=True),
+    "names": _STATE_ALONE_NAMES | _mamba_names("layers.{i}.mixer"),
+}
+
 ROWS: dict[str, ArchitectureRow] = {
+    "Mamba2ForCausalLM": row(
+        **_STATE_ALONE,
+        num_heads=first("num_heads"),
+        num_kv_heads=first("num_heads"),
+        head_dim=first("head_dim"),
+        **states(_EVERY, mamba2=_mamba2_alone),
+        names=_STATE_ALONE_NAMES | _NEMOTRON_MIXER,
+    ),
+    "MambaForCausalLM": row(**_MAMBA, **states(_EVERY, mamba=_mamba)),
+    "FalconMambaForCausalLM": row(**_MAMBA, **states(_EVERY, mamba=_falcon_mamba)),
+    "JambaForCausalLM": row(
+        position=Position.NONE,
+        **states(_periodic("attn", is_other=True), mamba=_jamba),
+        experts=when(
+            lambda c: c["num_experts"] > 1,
+            experts(
+                intermediate_size=first("intermediate_size"),
+                dense_layers=_periodic("expert", is_other=True),
+                is_normalized=False,
+                scale=1.0,
+                shared_size=0,
+            ),
+            None,
+        ),
+        names={
+            "mlp_norm": "layers.{i}.pre_ff_layernorm",
+            **{each: f"layers.{{i}}.feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+            "router": "layers.{i}.feed_forward.router",
+            "expert_gate": "layers.{i}.feed_forward.experts.{j}.gate_proj",
+            "expert_up": "layers.{i}.feed_forward.experts.{j}.up_proj",
+            "expert_gate_up": "layers.{i}.feed_forward.experts.gate_up_proj[{j}]",
+            "expert_down": "layers.{i}.feed_forward.experts.{j}.down_proj"
+            "|layers.{i}.feed_forward.experts.down_proj[{j}]",
+            "final_norm": "final_layernorm",
+            **_mamba_names("layers.{i}.mamba"),
+        },
+    ),
     "Lfm2ForCausalLM": row(**_LFM2, intermediate_size=_lfm2_units, names=_LFM2_NAMES),
     "Lfm2MoeForCausalLM": row(
         **_LFM2,
@@ -236,7 +373,7 @@ ROWS: dict[str, ArchitectureRow] = {
             "shared_up": "layers.{i}.mixer.shared_experts.up_proj",
             "shared_down": "layers.{i}.mixer.shared_experts.down_proj",
             "ignored": (r"rotary_emb\.inv_freq$", r"^mtp\."),
-            **{key: name.replace(".mamba.", ".mixer.") for key, name in MAMBA2_NAMES.items()},
+            **_NEMOTRON_MIXER,
         },
     ),
 }

@@ -19,8 +19,6 @@ def layers_of(kind: str, usual: Callable[[Config, int], bool]) -> Rule:
         given = config.get("layer_types") or config.get("layers_block_type")
         kinds = [OLD_KINDS.get(each, each) for each in given or ()]
         found = tuple(i for i in every if (kinds[i] == kind if kinds else usual(config, i)))
-        if len(found) == len(every):
-            raise UnsupportedModel("no layer attends: the pool is for keys and values")
         return found
 
     return read
