@@ -47,8 +47,9 @@ def by_steps(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
     prompt = len(ids) - num_decode
     answer = model(torch.tensor([ids[:prompt]]), use_cache=True)
     logits = [answer.logits[0]]
+    cache = "cache_params" if "cache_params" in answer else "past_key_values"
     for position in range(prompt, len(ids)):
-        answer = model(torch.tensor([[ids[position]]]), past_key_values=answer.past_key_values, use_cache=True)
+        answer = model(torch.tensor([[ids[position]]]), **{cache: answer[cache]}, use_cache=True)
         logits.append(answer.logits[0])
     return torch.cat(logits)
 

@@ -96,4 +96,42 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "OlmoHybrid",
         _LAYERS | _DELTA | {"linear_value_head_dim": 4, "linear_allow_neg_eigval": False},
     ),
+    "falcon_h1": (
+        "FalconH1",
+        _MAMBA2
+        | {"mamba_d_ssm": 96, "mamba_n_groups": 2, "mamba_rms_norm": False, "projectors_bias": True, "head_dim": 16}
+        | {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.6}
+        | {"mlp_multipliers": [0.8, 0.4], "ssm_multipliers": [0.5, 0.9, 1.2, 0.7, 0.3]}
+        | {"attention_in_multiplier": 0.7, "attention_out_multiplier": 0.8}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.4},
+    ),
+    "falcon_h1_normed": (
+        "FalconH1",
+        _MAMBA2
+        | {"mamba_n_heads": 3, "mamba_d_head": 32, "mamba_d_ssm": None, "mamba_n_groups": 3, "mamba_rms_norm": True}
+        | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+    ),
+    "falcon_h1_gated_first": (
+        "FalconH1",
+        _MAMBA2 | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        _LAYERS
+        | {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+        | {"linear_head_dim": 12, "linear_num_heads": 3, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 20, "n_group": 3, "topk_group": 2, "num_key_value_heads": 6},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {"num_hidden_layers": NUM_LAYERS, "num_heads": 6, "head_dim": 16, "state_size": 10, "n_groups": 3}
+        | {"chunk_size": 16, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "mamba": ("Mamba", {"num_hidden_layers": NUM_LAYERS, "state_size": 5, "use_bias": True, "use_conv_bias": False}),
+    "falcon_mamba": ("FalconMamba", {"num_hidden_layers": NUM_LAYERS, "state_size": 5, "time_step_rank": 7}),
+    "jamba": (
+        "Jamba",
+        {"num_hidden_layers": NUM_LAYERS, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "mamba_d_state": 5, "mamba_dt_rank": 4, "mamba_proj_bias": True},
+    ),
 }

@@ -83,3 +83,12 @@ def test_keys_of_indexers_lie_beside_latents_of_layers_that_choose(tmp_path: Pat
     assert cache.index_keys[3].shape == (3, 16, 1, 128)
     assert cache.pool.shape == (3, 16 * (4 * 576 + 2 * 128))
     assert [spec.choice_source(i) for i in range(4)] == [0, 0, 0, 3]
+
+
+def test_a_model_of_states_alone_has_blocks_of_one_element() -> None:
+    alone = {"mamba": {"channels": 8, "state_dim": 2, "conv_width": 2, "step_rank": 2}, "has_mlp": False}
+    names = {f"state_{name}": "n" for name in ("in", "select", "step", "decay", "skip", "conv", "out")}
+    spec = from_json(json.dumps(PLAIN | alone | {"state_layers": [0, 1, 2, 3], "names": names}), "spec")
+    cache = KVCache(spec, HeadSplit.of(6, 3, 1, 0), 5, 16, torch.float32, CPU)
+    assert (cache.num_bytes, cache.keys, cache.values) == (5 * 4, {}, {})
+    cache.wipe([1])

@@ -20,7 +20,7 @@ from funitel.proto.step import StateSave
 from funitel_testing.forward_worker import BLOCK_SIZE, CPU
 from funitel_testing.zoo import VOCAB_SIZE, ZOO
 
-KINDS = ["qwen3_next", "granite_hybrid_dense", "lfm2"]  # one of each kind of layer
+KINDS = ["qwen3_next", "granite_hybrid_dense", "lfm2", "kimi_linear", "mamba"]  # one of each kind of layer
 LENGTH, NUM_SLOTS = 150, 8
 TOLERANCE = 1e-4  # of logits
 PROMPT = torch.randint(0, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()

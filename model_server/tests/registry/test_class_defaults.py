@@ -48,14 +48,11 @@ def test_fields_that_say_the_default_can_be_left_out(name: str) -> None:
     assert spec_of(stripped | architectures) == spec_of(config | architectures)
 
 
-# Those whose class alone is no model: two do not say how many experts a token has, one turns 21 elements; two have no
-# layer that attends.
+# Those whose class alone is no model: two do not say how many experts a token has, one turns 21 elements.
 _NEEDED = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Glm4MoeForCausalLM": {"head_dim": 128},
-    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
-    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
 }
 
 

@@ -81,7 +81,7 @@ def test_ranks_together_equal_transformers(family: str, size: int, tmp_path: Pat
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported: the nearest of"),
+        ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM is not supported: the nearest of"),
         ({}, "not named in config.json"),
         ({"architectures": ["BaichuanForCausalLM"]}, "lacks the field"),
     ],

@@ -7,8 +7,9 @@ import pytest
 
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.json_file import check_spec
+from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.spec.state_layers import ShortConvSpec
+from funitel.model_server.spec.state_layers import DeltaNetSpec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.zoo import ZOO
 
@@ -32,8 +33,25 @@ def spec_from(name: str, **changes: Any) -> ModelSpec:
         ("bamba", {"mamba_d_state": 0}, "mamba2.state_dim must be within 1..8192, given 0"),
         ("bamba", {"mamba_n_heads": 5}, "mamba_n_heads 5 of mamba_d_head 16 must be 96"),
         ("bamba", {"mamba_n_heads": 0}, "mamba_n_heads"),
-        ("bamba", {"attn_layer_indices": None}, "no layer attends"),
-        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "no layer attends"),
+        ("falcon_h1", {"mamba_d_ssm": 95}, "mamba_n_heads 6 of mamba_d_head 16 must be 95, mamba_d_ssm"),
+        ("falcon_h1", {"mamba_d_ssm": 0}, "mamba_n_heads 6 of mamba_d_head 16 must be 0, mamba_d_ssm"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "multipliers.state_parts must be empty or have 5 entries"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0, None, 1.0, 1.0]}, "value of the wrong kind: multipliers:"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "value of the wrong kind: multipliers:"),
+        ("falcon_h1", {"key_multiplier": 0.0}, "attention_scale must be > 0, given 0.0"),
+        ("kimi_linear", {"linear_head_dim": 0}, "delta_net.key_dim must be within 1..8192, given 0"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "delta_net.num_value_heads must be within 1..65536"),
+        ("kimi_linear", {"qk_rope_head_dim": 5}, "rotary.dims must be even"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
+        ("mamba2", {"num_heads": 5}, "num_heads 5 of head_dim 16 must be 96, expand * hidden_size"),
+        ("mamba2", {"n_groups": 4}, "mamba2.num_heads must be a multiple of num_groups, given 6 and 4"),
+        ("mamba", {"state_size": 0}, "mamba.state_dim must be within 1..8192, given 0"),
+        ("mamba", {"conv_kernel": 100}, "mamba.conv_width must be within 1..64, given 100"),
+        ("mamba", {"time_step_rank": 0}, "mamba.step_rank must be within 1..8192, given 0"),
+        ("mamba", {"time_step_rank": "all"}, "mamba.step_rank must be an integer"),
+        ("falcon_mamba", {"intermediate_size": -1}, "intermediate_size must be within 1.."),
+        ("jamba", {"attn_layer_period": 0}, "value of the wrong kind: state_layers:"),
+        ("jamba", {"num_experts_per_tok": 9}, "experts.num_chosen must be within 1..4"),
     ],
 )
 def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], message: str) -> None:
@@ -47,10 +65,23 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
     ("changes", "message"),
     [
         ({"state_layers": ()}, "state_layers must name the layers of delta_net, given none"),
-        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, short_conv, given none"),
+        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, mamba, short_conv, given none"),
         ({"short_conv": ShortConvSpec(channels=48, conv_width=3)}, "given delta_net, short_conv"),
         ({"state_layers": (0, 3)}, "state_layers must be within 0..2, given 3"),
         ({"state_layers": (0, 0)}, "state_layers must name each layer once"),
+        ({"state_layers": (), "delta_net": None, "is_state_beside": True}, "is_state_beside needs state_layers"),
+        ({"multipliers": MultiplierSpec(attention_in=2.0)}, "multipliers.attention_in needs is_state_beside true"),
+        ({"multipliers": MultiplierSpec(mlp_out=2.0), "is_gated": False}, "multipliers.mlp_out needs is_gated true"),
+        ({"multipliers": MultiplierSpec(state_parts=(1.0,) * 5)}, "5 entries, of mamba2, given 5"),
+        (
+            {
+                "delta_net": DeltaNetSpec(
+                    num_key_heads=3, num_value_heads=6, key_dim=8, value_dim=8, conv_width=4, rank=0
+                )
+            },
+            "delta_net.rank must be within 1..8192, given 0",
+        ),
+        ({"state_layers": (), "delta_net": None, "has_mlp": False}, "has_mlp false needs state_layers"),
         ({"is_parallel": True}, "state_layers need is_parallel false"),
     ],
 )

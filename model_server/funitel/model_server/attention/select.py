@@ -192,6 +192,8 @@ def choose_attention(
 
 def needs_torch(spec: ModelSpec) -> str | None:
     """Why no kernel computes the attention of a model, if none does."""
+    if not spec.attention_layers:
+        return "no layer attends"
     if spec.indexer is not None:
         return "tokens attend to those that an indexer chooses"
     if any(own.head_dim or own.num_kv_heads for own in spec.layers):

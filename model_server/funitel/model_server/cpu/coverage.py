@@ -4,6 +4,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec, Norm, QkNorm
+from funitel.model_server.spec.state_layers import STATE_KINDS
 
 # Fields that the fused step reads: any other must have its default, so that one that is new to specs is not ignored.
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -35,7 +36,7 @@ _UNREAD_KINDS = {
 
 def missing(spec: ModelSpec) -> str | None:
     """What of a spec the fused step does not know, if anything."""
-    state = next((name for name in ("delta_net", "mamba2", "short_conv") if getattr(spec, name)), None)
+    state = next((name for name in STATE_KINDS if getattr(spec, name)), None)
     if spec.state_layers and state is not None:
         return f"layers with a state ({state})"
     kinds = {"norm": spec.norm, "qk_norm": spec.qk_norm, "activation": spec.activation}

@@ -55,4 +55,5 @@ class BlockLayout:
             if spec.indexer is not None and spec.choice_source(index) == index:
                 index_places[index] = LayerPlace(end, 1, 1, spec.indexer.head_dim)
                 end += index_places[index].num_elements(block_size)
-        return cls(block_size, places, index_places, end)
+        # Prompts are counted in blocks, and found again by them, also where no layer has anything in one.
+        return cls(block_size, places, index_places, max(end, 1))

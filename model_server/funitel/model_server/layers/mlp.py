@@ -18,6 +18,7 @@ from funitel.model_server.layers.linear import (
     XieluActivation,
     mlp_parts,
 )
+from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec
 
 _MIN_SUM = 1e-20  # what scores are divided by at least
@@ -48,6 +49,8 @@ class Mlp:
         self.xielu = XieluActivation(weights, name(names.activation)) if spec.activation is Activation.XIELU else None
         self.is_interleaved = bool(names.gate_up) and names.is_stack_interleaved
         self.limit, self.shift = spec.gate_limit, spec.gate_shift
+        factors = spec.multipliers or MultiplierSpec()
+        self.gate_scale, self.scale = factors.mlp_gate, factors.mlp_out
         sparsity = spec.layer(index).gate_sparsity
         self.threshold = NormalDist().inv_cdf(sparsity) if sparsity else None  # in standard deviations of gates
         self.num_all_units = units
@@ -85,15 +88,18 @@ class Mlp:
         x = self.up(x)
         if not self.is_gated:
             return self.down.partial((self.xielu or ACTIVATIONS[self.activation])(x))
-        return self.down.partial(self.elementwise.gate(self._limited(x), self.activation))
+        result = self.down.partial(self.elementwise.gate(self._limited(x), self.activation))
+        return result if self.scale == 1.0 else result * self.scale
 
     def _limited(self, x: torch.Tensor) -> torch.Tensor:
         """Gates and values side by side, each within its limits, of [num_tokens, 2 * units]."""
         if self.is_interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-        if self.limit is None and not self.shift and self.threshold is None:
+        if self.limit is None and not self.shift and self.threshold is None and self.gate_scale == 1.0:
             return x
         gate, up = x.chunk(2, dim=-1)
+        if self.gate_scale != 1.0:
+            gate = gate * self.gate_scale
         if self.threshold is not None:
             gate = self._sparse(gate, self.threshold)
         if self.limit is not None:

@@ -8,16 +8,14 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.altup import AltUp, Laurel, Streams
-from funitel.model_server.layers.attention import Attention, LatentAttention, Rotations
-from funitel.model_server.layers.delta_net import DeltaNet
+from funitel.model_server.layers.attention import Rotations
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.layers.low_rank import LowRankStep
-from funitel.model_server.layers.mamba2 import Mamba2
 from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, sinusoids
-from funitel.model_server.layers.short_conv import ShortConv
+from funitel.model_server.models.mixer import Mixer, adopt, mixer_of
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position
 
@@ -148,7 +146,7 @@ def layer_of(
     spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
 ) -> "AnyLayer":
     """A layer as the spec has it."""
-    if spec.mlp_layers:
+    if spec.mlp_layers or not spec.has_mlp:
         return SingleBlockLayer(spec.at(index), weights, parallel, attention, index)
     kind = DecoderLayer if spec.altup is None else AltUpLayer
     return kind(spec.at(index), weights, parallel, attention, index)
@@ -165,7 +163,7 @@ class DecoderLayer:
     ) -> None:
         names = spec.names
         self.is_parallel = spec.is_parallel
-        self.attention = _mixer(spec, weights, parallel, attention, index)
+        self.attention = mixer_of(spec, weights, parallel, attention, index)
         self.mlp = _mlp(spec, weights, parallel, index)
         self.attention_residual = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
         self.mlp_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
@@ -184,8 +182,7 @@ class DecoderLayer:
         self.attention_residual.elementwise = self.mlp_residual.elementwise = elementwise
         for mlp in self.mlp.mlps():
             mlp.elementwise = elementwise
-        if isinstance(self.attention, Attention):
-            self.attention.elementwise = elementwise
+        adopt(self.attention, elementwise)
 
     def __call__(
         self,
@@ -272,7 +269,7 @@ class SingleBlockLayer:
             self.mlp = _mlp(spec, weights, parallel, index)
             self.attention_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
         else:
-            self.mixer = _mixer(spec, weights, parallel, attention, index)
+            self.mixer = mixer_of(spec, weights, parallel, attention, index)
             self.attention_residual = ResidualBlock(
                 spec, weights, names.attention_norm, names.attention_post_norm, index
             )
@@ -282,8 +279,8 @@ class SingleBlockLayer:
         self.attention_residual.elementwise = elementwise
         for mlp in [] if self.mlp is None else self.mlp.mlps():
             mlp.elementwise = elementwise
-        if isinstance(self.mixer, Attention):
-            self.mixer.elementwise = elementwise
+        if self.mixer is not None:
+            adopt(self.mixer, elementwise)
 
     def __call__(
         self,
@@ -309,41 +306,7 @@ class SingleBlockLayer:
         return self.attention_residual.pass_on(x, result, following)
 
 
-class StateLayer:
-    """What takes the place of attention in a layer that keeps a state."""
-
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
-        self.index = index
-        self.mixer: DeltaNet | Mamba2 | ShortConv
-        if spec.delta_net is not None:
-            self.mixer = DeltaNet(spec, spec.delta_net, weights, parallel, index)
-        elif spec.mamba2 is not None:
-            self.mixer = Mamba2(spec, spec.mamba2, weights, parallel, index)
-        else:
-            assert spec.short_conv is not None
-            self.mixer = ShortConv(spec, spec.short_conv, weights, parallel, index)
-
-    def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, rotations: Rotations
-    ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] in and out; the states of the rows become those behind the step."""
-        assert cache.state_pool is not None
-        return self.mixer(x, batch, cache.state_pool.layers[self.index])
-
-
-Mixer = Attention | LatentAttention | StateLayer
 AnyLayer = DecoderLayer | SingleBlockLayer
-
-
-def _mixer(
-    spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
-) -> Mixer:
-    """Attention of a layer, or what takes its place."""
-    if index in spec.state_layers:
-        return StateLayer(spec, weights, parallel, index)
-    if spec.latent is None:
-        return Attention(spec, weights, parallel, attention, index)
-    return LatentAttention(spec, spec.latent, weights, parallel, attention, index)
 
 
 def _mlp(spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> Mlp | Experts | MlpAndExperts:

@@ -13,6 +13,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
+from funitel.model_server.models.mixer import attending_of
 from funitel.model_server.models.weight_offload import OffloadedLayer
 from funitel.model_server.spec.model_spec import QkNorm
 
@@ -29,7 +30,7 @@ def fuse_elementwise(
     decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
-    if device.type != "cuda" or decoder.spec.mlp_layers:
+    if device.type != "cuda" or decoder.spec.mlp_layers or not decoder.spec.has_mlp:
         return
 
     def fall_back(error: Exception) -> None:
@@ -77,10 +78,11 @@ def check_elementwise(
             found += each.join(x, result, block.after, block.scale, following.before)
         found += [each.gate(gate, decoder.spec.activation) for gate in gates]
         results.append(found)
-    if isinstance(layer.attention, Attention) and decoder.spec.qk_norm is not QkNorm.WHOLE:  # which asks other ranks
+    attending = attending_of(layer.attention)
+    if isinstance(attending, Attention) and decoder.spec.qk_norm is not QkNorm.WHOLE:  # which asks other ranks
         qkv = drawn(len(_POSITIONS), heads.num_heads + 2 * heads.num_kv_heads, decoder.spec.head_dim)
         for each, found in zip((TorchElementwiseOps(), elementwise), results, strict=True):
-            found += _placed(each, decoder, layer.attention, heads, qkv, kv_dtype)
+            found += _placed(each, decoder, attending, heads, qkv, kv_dtype)
     bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else _BOUND
     for expected, got in zip(*results, strict=True):
         error = float((got.float() - expected.float()).norm() / expected.float().norm())

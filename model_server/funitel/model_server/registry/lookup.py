@@ -75,6 +75,7 @@ _DELTA_NET = {
     "linear_num_value_heads": 32,
 }
 _MAMBA2 = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2}
+_MAMBA = {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16, "conv_kernel": 4}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 # What the architecture's class in transformers takes for fields that a `config.json` leaves out; one that is there and
@@ -201,6 +202,10 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | _experts(256, 8, 2048)
     | _LATENT
     | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    "KimiLinearForCausalLM": _sizes(163840, 2304, 9216, 27, 32, 1048576, 32)
+    | {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"num_local_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "n_shared_experts": 1}
+    | {"routed_scaling_factor": 2.446, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
     "Qwen3NextForCausalLM": _sizes(151936, 2048, 5632, 48, 16, 32768, 2)
     | _experts(512, 10, 512)
     | {"head_dim": 256, "shared_expert_intermediate_size": 512}
@@ -219,6 +224,14 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     | {"shared_intermediate_size": 1024}
     | _MAMBA2,
     "BambaForCausalLM": _sizes(128000, 4096, 14336, 32, 32, 262144, 8) | _MAMBA2,
+    "FalconH1ForCausalLM": _sizes(128000, 4096, 14336, 32, 32, 8192, 8) | _MAMBA2 | {"mamba_d_ssm": 1024},
+    "Mamba2ForCausalLM": {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128}
+    | {"head_dim": 64, "state_size": 128, "conv_kernel": 4, "n_groups": 8},
+    "MambaForCausalLM": _MAMBA,
+    "FalconMambaForCausalLM": _MAMBA,
+    "JambaForCausalLM": _sizes(65536, 4096, 14336, 32, 32, 262144, 8)
+    | {"num_experts": 16, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+    | {"attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
     "OlmoHybridForCausalLM": _sizes(100352, 3840, 11008, 32, 30, 65536) | {"linear_conv_kernel_dim": 4},
     "NemotronHForCausalLM": _sizes(131072, 4096, 21504, 4, 32, 4096, 8)
     | _experts(8, 2, 7688)

@@ -29,7 +29,7 @@ from funitel.model_server.spec.model_spec import (
     QkNorm,
     RotarySpec,
 )
-from funitel.model_server.spec.state_checks import state_problems
+from funitel.model_server.spec.state_checks import multiplier_problems, state_problems
 from funitel.model_server.spec.tensor_names import WITH_ALTERNATIVES
 from funitel.proto.errors import SettingsError, UnsupportedModel
 
@@ -155,6 +155,8 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
     if spec.experts is not None:
         yield from experts_problems(spec, spec.experts)
     yield from state_problems(spec)
+    if spec.multipliers is not None:
+        yield from multiplier_problems(spec, spec.multipliers)
     yield from _name_problems(spec)
 
 

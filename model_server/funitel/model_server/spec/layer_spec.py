@@ -19,6 +19,19 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MultiplierSpec:
+    """What hidden states in every layer are multiplied by. Source: Falcon-H1 in transformers."""
+
+    attention_in: float = 1.0  # what attention reads
+    attention_out: float = 1.0  # what it gives
+    state_in: float = 1.0  # the same of layers with a state
+    state_out: float = 1.0
+    state_parts: tuple[float, ...] = ()  # Mamba 2's gates, values, B, C and steps; empty: 1 each
+    mlp_gate: float = 1.0  # gates of the MLP, before their activation
+    mlp_out: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEmbeddingSpec:
     """Each layer has an embedding of the token, added to a projection of the token's first hidden states.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-from funitel.model_server.spec.layer_spec import AltUpSpec, LayerEmbeddingSpec, LayerSpec
-from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from funitel.model_server.spec.layer_spec import AltUpSpec, LayerEmbeddingSpec, LayerSpec, MultiplierSpec
+from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
 from funitel.model_server.spec.tensor_names import TensorNames
 
 
@@ -253,9 +253,12 @@ class ModelSpec:
 
     delta_net: DeltaNetSpec | None = None
     mamba2: Mamba2Spec | None = None
+    mamba: MambaSpec | None = None
     short_conv: ShortConvSpec | None = None
     state_layers: tuple[int, ...] = ()  # layers that keep a state instead of attending, of the one kind given above
+    is_state_beside: bool = False  # these layers attend as well, and what both give is added up
     mlp_layers: tuple[int, ...] = ()  # layers of an MLP alone; where there are some, the others have none
+    has_mlp: bool = True  # layers that attend or keep a state have an MLP too, unless there are `mlp_layers`
     state_norm_placement: NormPlacement | None = None  # in these layers; None: as in the others
 
     has_qkv_bias: bool = False
@@ -268,6 +271,7 @@ class ModelSpec:
     has_layer_scale: bool = False  # hidden states behind a layer are multiplied by a number of the checkpoint
     laurel_rank: int | None = None  # of a learnt residual beside attention (LAuReL, arXiv 2411.07501)
     altup: AltUpSpec | None = None
+    multipliers: MultiplierSpec | None = None
 
     embedding_size: int | None = None  # of the embedding table; None: the hidden size
     embedding_scale: float = 1.0
@@ -296,12 +300,16 @@ class ModelSpec:
     @property
     def state(self) -> StateSpec | None:
         """What layers with a state are, or None where there are none."""
-        return self.delta_net or self.mamba2 or self.short_conv if self.state_layers else None
+        return self.delta_net or self.mamba2 or self.mamba or self.short_conv if self.state_layers else None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers with keys and values in the cache."""
-        return tuple(i for i in range(self.num_layers) if i not in self.state_layers and i not in self.mlp_layers)
+        return tuple(i for i in range(self.num_layers) if self.attends(i))
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return layer not in self.mlp_layers and (self.is_state_beside or layer not in self.state_layers)
 
     def placement(self, layer: int) -> NormPlacement:
         """Where the blocks of a layer are normalised."""
@@ -351,10 +359,6 @@ class ModelSpec:
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
         """Rotary positions of a layer, or None where it has none."""
-        if self.position is not Position.ROTARY or layer in (
-            *self.unrotated_layers,
-            *self.state_layers,
-            *self.mlp_layers,
-        ):
+        if self.position is not Position.ROTARY or layer in self.unrotated_layers or not self.attends(layer):
             return None
         return self.window_rotary if self.window_rotary and self.window(layer) else self.rotary

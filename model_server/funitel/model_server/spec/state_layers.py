@@ -36,7 +36,8 @@ class DeltaNetSpec:
     """Gated delta net: a head's matrix S becomes a * S + b * k (v - a * S^T k)^T, and gives S^T q.
 
     Source: Gated DeltaNet, arXiv 2412.06464. Key heads serve equally many value heads each; queries and keys have a
-    length of 1, queries are multiplied by key_dim ** -0.5.
+    length of 1, queries are multiplied by key_dim ** -0.5. With `rank` each row of S has a decay of its own: Kimi
+    Delta Attention, arXiv 2510.26692.
     """
 
     num_key_heads: int
@@ -45,6 +46,8 @@ class DeltaNetSpec:
     value_dim: int
     conv_width: int
     beta_scale: float = 1.0  # multiplies b, which is within 0..1
+    rank: int | None = None  # of vectors that gates, and decays of rows, come from; None: one decay of a head, as gates
+    has_sigmoid_gate: bool = False  # what heads give is multiplied by sigmoids of gates; else by their SiLU
     norm_eps: float | None = None  # of the norm of heads; None: as of all norms
 
     @property
@@ -80,7 +83,10 @@ class Mamba2Spec:
     num_groups: int
     conv_width: int
     has_conv_bias: bool = True
-    has_bias: bool = False  # of the layers on the way in and out
+    has_bias: bool = False  # of the layer on the way in
+    has_out_bias: bool | None = None  # of the one on the way out; None: as of the other
+    has_norm: bool = True  # heads are normalised, by group
+    is_norm_first: bool = False  # they are before their gates, instead of behind them
     min_step: float = 0.0  # steps are kept within these
     max_step: float | None = None  # None: no bound
     norm_eps: float | None = None  # None: as of all norms
@@ -93,6 +99,44 @@ class Mamba2Spec:
     def num_channels(self, num_heads: int, num_groups: int) -> int:
         """See StateSpec."""
         return num_heads * self.head_dim + 2 * num_groups * self.state_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """Mamba: the state s [state_dim] of a channel becomes exp(t * a) * s + t * x * B, and gives s^T C + D * x.
+
+    Steps t, and B and C of all channels, come from all that is convolved; a is learnt for each element of a state.
+    Source: Mamba, arXiv 2312.00752.
+    """
+
+    channels: int
+    state_dim: int
+    conv_width: int
+    step_rank: int  # of the vector that steps come from
+    has_conv_bias: bool = True
+    has_bias: bool = False  # of the layers on the way in and out
+    has_norms: bool = False  # that vector, B and C are normalised
+    has_norm_weights: bool = True
+    norm_eps: float | None = None  # None: as of all norms
+
+    @property
+    def num_heads(self) -> int:
+        """See StateSpec."""
+        return self.channels
+
+    @property
+    def num_groups(self) -> int:
+        """See StateSpec."""
+        return 1
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See StateSpec."""
+        return self.state_dim, 1
+
+    def num_channels(self, num_heads: int, num_groups: int) -> int:
+        """See StateSpec."""
+        return num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +165,7 @@ class ShortConvSpec:
     def num_channels(self, num_heads: int, num_groups: int) -> int:
         """See StateSpec."""
         return num_heads
+
+
+STATE_KINDS = ("delta_net", "mamba2", "mamba", "short_conv")
+"""Fields of a ModelSpec, of which one says what layers with a state are."""

@@ -104,8 +104,14 @@ class TensorNames:
     state_gate: str = ""
     state_beta: str = ""
     state_step: str = ""
+    state_gate_down: str = ""  # linear layers before `state_gate` and `state_step` where a delta net has a rank
+    state_step_down: str = ""
     state_qkvz: str = ""
     state_ba: str = ""
+    state_select: str = ""  # of Mamba: linear layer from what is convolved to what steps, B and C come from
+    state_step_norm: str = ""  # and norms of these three
+    state_b_norm: str = ""
+    state_c_norm: str = ""
     state_conv: str = ""
     state_conv_q: str = ""  # where the convolution of a delta net is in three parts, and the same of keys and values
     state_conv_k: str = ""
@@ -119,7 +125,7 @@ class TensorNames:
 
 WITH_ALTERNATIVES = frozenset(
     ("router", "router_correction", "expert_gate", "expert_up", "expert_gate_up", "expert_down")
-    + ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+    + ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "gate", "up", "down")
     + ("shared_gate", "shared_up", "shared_gate_up", "shared_down", "shared_share")
 )
 """Names that may list alternatives."""

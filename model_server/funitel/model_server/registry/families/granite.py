@@ -13,9 +13,11 @@ from funitel.model_server.registry.rules.row import (
     first,
     rotary,
     row,
+    when,
     windows,
 )
-from funitel.model_server.spec.model_spec import RotarySpec
+from funitel.model_server.registry.rules.states import MAMBA2_NAMES, layers_of, mamba2, states
+from funitel.model_server.spec.model_spec import Position, RotarySpec
 from funitel.proto.errors import UnsupportedModel
 
 GRANITE: dict[str, Any] = ATTENTION_BIASES | {
@@ -76,6 +78,22 @@ GRANITE_SHARED: dict[str, Any] = {
     },
 }
 
+_HAS_EXPERTS = lambda c: first("num_local_experts", "n_routed_experts", default=0)(c) > 0  # noqa: E731
+_GRANITE: dict[str, Any] = {
+    **GRANITE,
+    "intermediate_size": first("shared_intermediate_size"),
+    "position": lambda c: Position.ROTARY if c.get("position_embedding_type") == "rope" else Position.NONE,
+    "experts": when(_HAS_EXPERTS, GRANITE_SHARED["experts"], None),
+    **states(layers_of("linear_attention", lambda config, i: True), mamba2=mamba2),
+}
+_GRANITE_NAMES: dict[str, Any] = {
+    **GRANITE_SHARED["names"],
+    "gate_up": "layers.{i}.shared_mlp.input_linear",
+    "down": "layers.{i}.shared_mlp.output_linear",
+    **MAMBA2_NAMES,
+}
+
+
 ROWS: dict[str, ArchitectureRow] = {
     "GraniteForCausalLM": row(**GRANITE, has_mlp_bias=first("mlp_bias", default=False)),
     "GraniteMoeForCausalLM": row(
@@ -91,4 +109,5 @@ ROWS: dict[str, ArchitectureRow] = {
         norm_eps=first("rms_norm_eps", default=1e-5),
         has_mlp_bias=first("mlp_bias", default=False),
     ),
+    "GraniteMoeHybridForCausalLM": row(**_GRANITE, names=_GRANITE_NAMES),
 }

@@ -5,96 +5,29 @@ Source for every row: the family's class in transformers, its configuration and 
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from funitel.model_server.registry.families.granite import GRANITE, GRANITE_SHARED
 from funitel.model_server.registry.rules.common import ATTENTION_BIASES
 from funitel.model_server.registry.rules.experts import experts
 from funitel.model_server.registry.rules.row import (
     HIDDEN_SIZE,
-    NUM_HEADS,
     NUM_LAYERS,
     ArchitectureRow,
     Config,
     Rule,
     activation,
     first,
+    head_dim,
     rotary,
     row,
     when,
 )
-from funitel.model_server.spec.model_spec import Activation, ExpertScore, NormPlacement, Position, QkNorm
-from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, ShortConvSpec
+from funitel.model_server.registry.rules.states import MAMBA2_NAMES, OLD_KINDS, layers_of, mamba2, mixer, number, states
+from funitel.model_server.spec.layer_spec import MultiplierSpec
+from funitel.model_server.spec.model_spec import Activation, ExpertScore, Position, QkNorm, RotarySpec
+from funitel.model_server.spec.state_layers import Mamba2Spec, MambaSpec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
-
-_OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-
-
-def _layers_of(kind: str, usual: Callable[[Config, int], bool]) -> Rule:
-    """Layers that `layer_types` names `kind`, or without that list the `usual` ones."""
-
-    def read(config: Config) -> tuple[int, ...]:
-        every = range(NUM_LAYERS(config))
-        given = config.get("layer_types") or config.get("layers_block_type")
-        kinds = [_OLD_KINDS.get(each, each) for each in given or ()]
-        found = tuple(i for i in every if (kinds[i] == kind if kinds else usual(config, i)))
-        if len(found) == len(every):
-            raise UnsupportedModel("no layer attends: the pool is for keys and values")
-        return found
-
-    return read
-
-
-def _spaced(period: int) -> Callable[[Config, int], bool]:
-    """All but each so-many-th."""
-    return lambda config, i: bool((i + 1) % first("full_attention_interval", default=period)(config))
-
-
-def _states(layers: Rule, **kind: Rule) -> dict[str, Any]:
-    """Fields of layers with a state, of a `kind` where there are any."""
-    (name, read), *_ = kind.items()
-    return {"state_layers": layers, name: lambda config: read(config) if layers(config) else None}
-
-
-def _mixer(stem: str, **names: str) -> dict[str, str]:
-    """Names of tensors of layers with a state, each `state_NAME` below `stem`."""
-    return {f"state_{name}": f"{stem}.{own}" for name, own in names.items()}
-
-
-def _delta_net(config: Config) -> DeltaNetSpec:
-    return DeltaNetSpec(
-        num_key_heads=config["linear_num_key_heads"],
-        num_value_heads=config["linear_num_value_heads"],
-        key_dim=config["linear_key_head_dim"],
-        value_dim=config["linear_value_head_dim"],
-        conv_width=config["linear_conv_kernel_dim"],
-    )
-
-
-# Qwen3-Next and 3.5: gates of attention lie with the queries, norms but those of gated heads are stored less 1.
-_QWEN: dict[str, Any] = ATTENTION_BIASES | {
-    "norm_offset": 1.0,
-    "qk_norm": QkNorm.HEAD,
-    "has_output_gate": True,
-    "rotary": rotary(part=0.25),
-    **_states(_layers_of("linear_attention", _spaced(4)), delta_net=_delta_net),
-}
-_QWEN_NAMES: dict[str, Any] = {
-    "is_gate_in_q": True,
-    "ignored": (r"rotary_emb\.inv_freq$", r"^mtp\."),
-    **_mixer("layers.{i}.linear_attn", conv="conv1d", decay="A_log", step_bias="dt_bias", norm="norm", out="out_proj"),
-}
-_QWEN_PACKED = _mixer("layers.{i}.linear_attn", qkvz="in_proj_qkvz", ba="in_proj_ba")
-_QWEN_APART = _mixer(
-    "layers.{i}.linear_attn", **{"in": "in_proj_qkv"}, gate="in_proj_z", beta="in_proj_b", step="in_proj_a"
-)
-_QWEN_SHARED = {
-    "shared_gate": "layers.{i}.mlp.shared_expert.gate_proj",
-    "shared_up": "layers.{i}.mlp.shared_expert.up_proj",
-    "shared_down": "layers.{i}.mlp.shared_expert.down_proj",
-    "shared_share": "layers.{i}.mlp.shared_expert_gate",
-}
-_SHARED_UNITS = first("shared_expert_intermediate_size")
 
 
 def _short_conv(config: Config) -> ShortConvSpec:
@@ -120,7 +53,7 @@ _LFM2: dict[str, Any] = {
     "is_tied": first("tie_embedding", "tie_word_embeddings", default=True),
     "rotary": rotary(base=1e6),
     "qk_norm": QkNorm.HEAD,
-    **_states(_layers_of("conv", _IS_UNLISTED), short_conv=_short_conv),
+    **states(layers_of("conv", _IS_UNLISTED), short_conv=_short_conv),
 }
 _LFM2_NAMES: dict[str, Any] = {
     "attention_norm": "layers.{i}.operator_norm",
@@ -132,67 +65,12 @@ _LFM2_NAMES: dict[str, Any] = {
     "up": "layers.{i}.feed_forward.w3",
     "down": "layers.{i}.feed_forward.w2",
     "final_norm": "embedding_norm",
-    **_mixer("layers.{i}.conv", **{"in": "in_proj"}, conv="conv", out="out_proj"),
-}
-
-
-def _number(value: Any) -> float:
-    """A number as transformers writes it: what JSON has no literal for as an object."""
-    return float(value["__float__"] if isinstance(value, dict) else value)
-
-
-def _mamba2(config: Config) -> Mamba2Spec:
-    heads, inner = config["mamba_n_heads"], config["mamba_expand"] * HIDDEN_SIZE(config)
-    dim = config.get("mamba_d_head", "auto")
-    limit = config.get("time_step_limit") or (0.0, math.inf)
-    if (inner // heads if dim == "auto" else dim) * heads != inner:
-        raise UnsupportedModel(
-            f"mamba_n_heads {heads} of mamba_d_head {dim} must be {inner}, mamba_expand * hidden_size"
-        )
-    return Mamba2Spec(
-        num_heads=heads,
-        head_dim=inner // heads,
-        state_dim=config["mamba_d_state"],
-        num_groups=config["mamba_n_groups"],
-        conv_width=config["mamba_d_conv"],
-        has_conv_bias=config.get("mamba_conv_bias", True),
-        has_bias=config.get("mamba_proj_bias", False),
-        min_step=_number(limit[0]),
-        max_step=None if math.isinf(_number(limit[1])) else _number(limit[1]),
-    )
-
-
-_MAMBA2_NAMES = _mixer(
-    "layers.{i}.mamba",
-    **{"in": "in_proj"},
-    conv="conv1d",
-    decay="A_log",
-    step_bias="dt_bias",
-    skip="D",
-    norm="norm",
-    out="out_proj",
-)
-_HAS_EXPERTS = lambda c: first("num_local_experts", "n_routed_experts", default=0)(c) > 0  # noqa: E731
-_GRANITE: dict[str, Any] = {
-    **GRANITE,
-    "intermediate_size": first("shared_intermediate_size"),
-    "position": lambda c: Position.ROTARY if c.get("position_embedding_type") == "rope" else Position.NONE,
-    "experts": when(_HAS_EXPERTS, GRANITE_SHARED["experts"], None),
-    **_states(_layers_of("linear_attention", lambda config, i: True), mamba2=_mamba2),
-}
-_GRANITE_NAMES: dict[str, Any] = {
-    **GRANITE_SHARED["names"],
-    "gate_up": "layers.{i}.shared_mlp.input_linear",
-    "down": "layers.{i}.shared_mlp.output_linear",
-    **_MAMBA2_NAMES,
+    **mixer("layers.{i}.conv", **{"in": "in_proj"}, conv="conv", out="out_proj"),
 }
 
 
 def _bamba_layers(config: Config) -> tuple[int, ...]:
-    found = tuple(i for i in range(NUM_LAYERS(config)) if i not in (config.get("attn_layer_indices") or ()))
-    if len(found) == NUM_LAYERS(config):
-        raise UnsupportedModel("no layer attends: the pool is for keys and values")
-    return found
+    return tuple(i for i in range(NUM_LAYERS(config)) if i not in (config.get("attn_layer_indices") or ()))
 
 
 def _bamba_rotary(config: Config) -> Config:
@@ -200,29 +78,28 @@ def _bamba_rotary(config: Config) -> Config:
     return {**config, "partial_rotary_factor": 0.5}
 
 
-def _has_base(config: Config) -> bool:
-    """Whether a config has rotary positions: published ones have a base of null."""
-    given = first("rope_parameters", "rope_scaling", default={})(config)
-    return {"rope_theta": config.get("rope_theta", 10000.0), **given}["rope_theta"] is not None
-
-
-def _olmo_delta_net(config: Config) -> DeltaNetSpec:
-    heads = first("linear_num_key_heads", default=NUM_HEADS(config))(config)
-    dim = first("linear_key_head_dim", default=int(0.75 * HIDDEN_SIZE(config) / heads))(config)
-    return DeltaNetSpec(
-        num_key_heads=heads,
-        num_value_heads=first("linear_num_value_heads", default=NUM_HEADS(config))(config),
-        key_dim=dim,
-        value_dim=first("linear_value_head_dim", default=2 * dim)(config),
-        conv_width=config["linear_conv_kernel_dim"],
-        beta_scale=2.0 if config.get("linear_allow_neg_eigval", True) else 1.0,
-        norm_eps=1e-5,
+def _falcon_mamba2(config: Config) -> Mamba2Spec:
+    return replace(
+        mamba2(config, config.get("mamba_d_ssm"), "mamba_d_ssm"),
+        has_out_bias=first("projectors_bias", default=False)(config),
+        has_norm=first("mamba_rms_norm", default=False)(config),
+        is_norm_first=first("mamba_norm_before_gate", default=True)(config),
     )
 
 
-def _is_olmo_state(config: Config, layer: int) -> bool:
-    """Each fourth layer attends, and the last where that is none."""
-    return layer % 4 != 3 and (NUM_LAYERS(config) > 3 or layer < NUM_LAYERS(config) - 1)
+def _falcon_multipliers(config: Config) -> MultiplierSpec:
+    gate, out = map(float, first("mlp_multipliers", default=(1.0, 1.0))(config))
+    factors = {
+        name: float(first(f"{part}_multiplier", default=1.0)(config))
+        for name, part in (
+            ("attention_in",) * 2,
+            ("attention_out",) * 2,
+            ("state_in", "ssm_in"),
+            ("state_out", "ssm_out"),
+        )
+    }
+    parts = tuple(map(float, first("ssm_multipliers", default=(1.0,) * 5)(config)))
+    return MultiplierSpec(state_parts=parts, mlp_gate=gate, mlp_out=out, **factors)
 
 
 _NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -233,7 +110,7 @@ def _nemotron_kinds(config: Config) -> list[str]:
     given = config.get("layers_block_type") or config.get("layer_types")
     if given is None:
         return [_NEMOTRON_KINDS[each] for each in config.get("hybrid_override_pattern", "ME*-")]
-    return [_OLD_KINDS.get(each, each) for each in given]
+    return [OLD_KINDS.get(each, each) for each in given]
 
 
 def _nemotron_layers(*kinds: str) -> Rule:
@@ -267,22 +144,149 @@ def _nemotron_mamba2(config: Config) -> Mamba2Spec:
         conv_width=first("mamba_d_conv", "conv_kernel")(config),
         has_conv_bias=first("mamba_conv_bias", "use_conv_bias", default=True)(config),
         has_bias=config.get("use_bias", False),
-        min_step=_number(first("mamba_dt_min", "time_step_min", default=0.001)(config)),
+        min_step=number(first("mamba_dt_min", "time_step_min", default=0.001)(config)),
     )
 
 
+_EVERY: Rule = lambda config: tuple(range(NUM_LAYERS(config)))  # noqa: E731
+_UNBOUNDED = 1 << 17  # tokens of the longest sequence, where nothing of a model grows with it
+_RANK_SHARE = 16  # hidden size to elements of the vector that steps come from
+_STATE_ALONE: dict[str, Any] = {
+    "intermediate_size": lambda c: c.get("expand", 2) * HIDDEN_SIZE(c),
+    "max_position_embeddings": _UNBOUNDED,
+    "norm_eps": first("layer_norm_epsilon", default=1e-5),
+    "position": Position.NONE,
+    "rotary": RotarySpec(),
+    "has_mlp": False,
+    "fixed": {"hidden_act": "silu"},
+}
+_STATE_ALONE_NAMES = {
+    "prefix": "backbone.",
+    "embedding": "embeddings",
+    "attention_norm": "layers.{i}.norm",
+    "final_norm": "norm_f",
+}
+_NEMOTRON_MIXER = {key: name.replace(".mamba.", ".mixer.") for key, name in MAMBA2_NAMES.items()}
+
+
+def _mamba2_alone(config: Config) -> Mamba2Spec:
+    heads, dim, inner = config["num_heads"], config["head_dim"], config.get("expand", 2) * HIDDEN_SIZE(config)
+    limit = first("time_step_limit", default=(0.0, math.inf))(config)
+    if heads * dim != inner:
+        raise UnsupportedModel(f"num_heads {heads} of head_dim {dim} must be {inner}, expand * hidden_size")
+    return Mamba2Spec(
+        num_heads=heads,
+        head_dim=dim,
+        state_dim=config["state_size"],
+        num_groups=config["n_groups"],
+        conv_width=config["conv_kernel"],
+        has_conv_bias=config.get("use_conv_bias", True),
+        has_bias=config.get("use_bias", False),
+        min_step=number(limit[0]),
+        max_step=None if math.isinf(number(limit[1])) else number(limit[1]),
+    )
+
+
+def _step_rank(config: Config, key: str) -> Any:
+    given = config.get(key, "auto")
+    return -(-HIDDEN_SIZE(config) // _RANK_SHARE) if given == "auto" else given
+
+
+_MAMBA_SIZE: Rule = lambda c: first("intermediate_size", default=c.get("expand", 2) * HIDDEN_SIZE(c))(c)  # noqa: E731
+
+
+def _mamba(config: Config) -> MambaSpec:
+    return MambaSpec(
+        channels=_MAMBA_SIZE(config),
+        state_dim=config["state_size"],
+        conv_width=config["conv_kernel"],
+        step_rank=_step_rank(config, "time_step_rank"),
+        has_conv_bias=config.get("use_conv_bias", True),
+        has_bias=config.get("use_bias", False),
+    )
+
+
+def _falcon_mamba(config: Config) -> MambaSpec:
+    eps = config.get("mixer_rms_eps", 1e-6)
+    return replace(_mamba(config), has_norms=True, has_norm_weights=False, norm_eps=eps)
+
+
+def _jamba(config: Config) -> MambaSpec:
+    return MambaSpec(
+        channels=config["mamba_expand"] * HIDDEN_SIZE(config),
+        state_dim=config["mamba_d_state"],
+        conv_width=config["mamba_d_conv"],
+        step_rank=_step_rank(config, "mamba_dt_rank"),
+        has_conv_bias=config.get("mamba_conv_bias", True),
+        has_bias=config.get("mamba_proj_bias", False),
+        has_norms=True,
+    )
+
+
+def _periodic(part: str, *, is_other: bool) -> Rule:
+    """Layers of which the config says by a period and an offset that they are of a kind, or all others."""
+
+    def read(config: Config) -> tuple[int, ...]:
+        period, offset = config[f"{part}_layer_period"], config[f"{part}_layer_offset"]
+        return tuple(i for i in range(NUM_LAYERS(config)) if (i % period == offset) is not is_other)
+
+    return read
+
+
+def _mamba_names(stem: str) -> dict[str, str]:
+    return {
+        **mixer(stem, **{"in": "in_proj"}, conv="conv1d", select="x_proj", step="dt_proj", decay="A_log", skip="D"),
+        **mixer(stem, out="out_proj", step_norm="dt_layernorm", b_norm="b_layernorm", c_norm="c_layernorm"),
+    }
+
+
+# Sizes of heads say no more than how many ranks there may be, for nothing attends.
+_MAMBA: dict[str, Any] = _STATE_ALONE | {
+    "intermediate_size": _MAMBA_SIZE,
+    "num_heads": lambda c: max(1, HIDDEN_SIZE(c) // _RANK_SHARE),
+    "num_kv_heads": lambda c: max(1, HIDDEN_SIZE(c) // _RANK_SHARE),
+    "head_dim": _RANK_SHARE,
+    "is_tied": first("tie_word_embeddings", default=True),
+    "names": _STATE_ALONE_NAMES | _mamba_names("layers.{i}.mixer"),
+}
+
 ROWS: dict[str, ArchitectureRow] = {
-    "Qwen3NextForCausalLM": row(
-        **_QWEN,
-        experts=experts(is_normalized=first("norm_topk_prob", default=True), shared_size=_SHARED_UNITS),
-        names=_QWEN_NAMES | _QWEN_PACKED | _QWEN_SHARED,
+    "Mamba2ForCausalLM": row(
+        **_STATE_ALONE,
+        num_heads=first("num_heads"),
+        num_kv_heads=first("num_heads"),
+        head_dim=first("head_dim"),
+        **states(_EVERY, mamba2=_mamba2_alone),
+        names=_STATE_ALONE_NAMES | _NEMOTRON_MIXER,
     ),
-    "Qwen3_5ForCausalLM": row(**_QWEN, names=_QWEN_NAMES | _QWEN_APART),
-    "Qwen3_5MoeForCausalLM": row(
-        **_QWEN,
-        intermediate_size=first("intermediate_size", "moe_intermediate_size"),
-        experts=experts(is_normalized=True, shared_size=_SHARED_UNITS),
-        names=_QWEN_NAMES | _QWEN_APART | _QWEN_SHARED,
+    "MambaForCausalLM": row(**_MAMBA, **states(_EVERY, mamba=_mamba)),
+    "FalconMambaForCausalLM": row(**_MAMBA, **states(_EVERY, mamba=_falcon_mamba)),
+    "JambaForCausalLM": row(
+        position=Position.NONE,
+        **states(_periodic("attn", is_other=True), mamba=_jamba),
+        experts=when(
+            lambda c: c["num_experts"] > 1,
+            experts(
+                intermediate_size=first("intermediate_size"),
+                dense_layers=_periodic("expert", is_other=True),
+                is_normalized=False,
+                scale=1.0,
+                shared_size=0,
+            ),
+            None,
+        ),
+        names={
+            "mlp_norm": "layers.{i}.pre_ff_layernorm",
+            **{each: f"layers.{{i}}.feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+            "router": "layers.{i}.feed_forward.router",
+            "expert_gate": "layers.{i}.feed_forward.experts.{j}.gate_proj",
+            "expert_up": "layers.{i}.feed_forward.experts.{j}.up_proj",
+            "expert_gate_up": "layers.{i}.feed_forward.experts.gate_up_proj[{j}]",
+            "expert_down": "layers.{i}.feed_forward.experts.{j}.down_proj"
+            "|layers.{i}.feed_forward.experts.down_proj[{j}]",
+            "final_norm": "final_layernorm",
+            **_mamba_names("layers.{i}.mamba"),
+        },
     ),
     "Lfm2ForCausalLM": row(**_LFM2, intermediate_size=_lfm2_units, names=_LFM2_NAMES),
     "Lfm2MoeForCausalLM": row(
@@ -304,20 +308,38 @@ ROWS: dict[str, ArchitectureRow] = {
             "expert_down": "layers.{i}.feed_forward.experts.{j}.w2|layers.{i}.feed_forward.experts.down_proj[{j}]",
         },
     ),
-    "GraniteMoeHybridForCausalLM": row(**_GRANITE, names=_GRANITE_NAMES),
     "BambaForCausalLM": row(
         **ATTENTION_BIASES,
         has_mlp_bias=first("mlp_bias", default=False),
         norm_eps=first("rms_norm_eps", default=1e-5),
         rotary=lambda c: rotary(part=0.5)(_bamba_rotary(c)),
-        **_states(lambda c: _bamba_layers(c), mamba2=_mamba2),
+        **states(lambda c: _bamba_layers(c), mamba2=mamba2),
         names={
             "mlp_norm": "layers.{i}.pre_ff_layernorm",
             "gate": "layers.{i}.feed_forward.gate_proj",
             "up": "layers.{i}.feed_forward.up_proj",
             "down": "layers.{i}.feed_forward.down_proj",
             "final_norm": "final_layernorm",
-            **_MAMBA2_NAMES,
+            **MAMBA2_NAMES,
+        },
+    ),
+    "FalconH1ForCausalLM": row(
+        **ATTENTION_BIASES,
+        has_mlp_bias=first("mlp_bias", default=False),
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        embedding_scale=first("embedding_multiplier", default=1.0),
+        logit_scale=first("lm_head_multiplier", default=1.0),
+        attention_scale=lambda c: head_dim(c) ** -0.5 * first("key_multiplier", default=1.0)(c),
+        multipliers=_falcon_multipliers,
+        is_state_beside=True,
+        **states(lambda c: tuple(range(NUM_LAYERS(c))), mamba2=_falcon_mamba2),
+        names={
+            "mlp_norm": "layers.{i}.pre_ff_layernorm",
+            "gate": "layers.{i}.feed_forward.gate_proj",
+            "up": "layers.{i}.feed_forward.up_proj",
+            "down": "layers.{i}.feed_forward.down_proj",
+            "final_norm": "final_layernorm",
+            **MAMBA2_NAMES,
         },
     ),
     "NemotronHForCausalLM": row(
@@ -329,7 +351,7 @@ ROWS: dict[str, ArchitectureRow] = {
         position=Position.NONE,
         experts=_nemotron_experts,
         mlp_layers=_nemotron_layers("mlp", "moe"),
-        **_states(_nemotron_layers("linear_attention"), mamba2=_nemotron_mamba2),
+        **states(_nemotron_layers("linear_attention"), mamba2=_nemotron_mamba2),
         names={
             "prefix": "backbone.",
             "embedding": "embeddings",
@@ -351,25 +373,7 @@ ROWS: dict[str, ArchitectureRow] = {
             "shared_up": "layers.{i}.mixer.shared_experts.up_proj",
             "shared_down": "layers.{i}.mixer.shared_experts.down_proj",
             "ignored": (r"rotary_emb\.inv_freq$", r"^mtp\."),
-            **{key: name.replace(".mamba.", ".mixer.") for key, name in _MAMBA2_NAMES.items()},
-        },
-    ),
-    "OlmoHybridForCausalLM": row(
-        **ATTENTION_BIASES,
-        norm_placement=NormPlacement.POST,
-        state_norm_placement=NormPlacement.PRE,
-        qk_norm=QkNorm.WHOLE,
-        position=lambda c: Position.ROTARY if _has_base(c) else Position.NONE,
-        **_states(_layers_of("linear_attention", _is_olmo_state), delta_net=_olmo_delta_net),
-        names={
-            "attention_norm": "layers.{i}.attention_layer_norm|layers.{i}.input_layernorm",
-            "attention_post_norm": "layers.{i}.post_attention_layernorm|layers.{i}.feedforward_layer_norm",
-            "mlp_norm": "layers.{i}.feedforward_layer_norm|layers.{i}.post_attention_layernorm",
-            "mlp_post_norm": "layers.{i}.post_feedforward_layernorm",
-            **_mixer("layers.{i}.linear_attn", q="q_proj", k="k_proj", v="v_proj", gate="g_proj", beta="b_proj"),
-            **_mixer("layers.{i}.linear_attn", step="a_proj", conv="conv1d", decay="A_log", step_bias="dt_bias"),
-            **_mixer("layers.{i}.linear_attn", norm="o_norm", out="o_proj"),
-            **_mixer("layers.{i}.linear_attn", conv_q="q_conv1d", conv_k="k_conv1d", conv_v="v_conv1d"),
+            **_NEMOTRON_MIXER,
         },
     ),
 }

@@ -128,6 +128,7 @@ class Walk:
     def load(self, index: int) -> DecoderLayer:
         """Read one layer of the checkpoint."""
         layer = DecoderLayer(self.spec, self.weights, self._alone, self._attention, index)
+        assert isinstance(layer.attention, Attention)
         layer.attention.index = 0  # its place in the walk's own cache
         return layer
 

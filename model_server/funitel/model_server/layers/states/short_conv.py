@@ -7,7 +7,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates, state_heads
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear
-from funitel.model_server.layers.state_scan import Convolution, NoRecurrence, StateScan
+from funitel.model_server.layers.states.state_scan import Convolution, NoRecurrence, StateScan
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import ShortConvSpec
 

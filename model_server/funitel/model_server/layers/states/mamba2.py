@@ -8,8 +8,8 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.state_pool import LayerStates, state_heads
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear
-from funitel.model_server.layers.linear_attention import attend, attend_once
-from funitel.model_server.layers.state_scan import Convolution, StateScan
+from funitel.model_server.layers.states.linear_attention import attend, attend_once
+from funitel.model_server.layers.states.state_scan import Convolution, StateScan
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import Mamba2Spec
 
@@ -61,7 +61,15 @@ class Mamba2:
         self.rates = weights.read(name(names.state_decay), each, rows=mine, dtype=kept).exp()
         self.step_bias = weights.read(name(names.state_step_bias), each, rows=mine, dtype=kept)
         self.bounds = state.min_step, state.max_step
-        self.norm = _GroupNorm(spec, state, weights, name(names.state_norm), heads, parallel)
+        self.norm: _GroupNorm | None = None
+        if state.has_norm:
+            self.norm = _GroupNorm(spec, state, weights, name(names.state_norm), heads, parallel)
+        self.is_norm_first = state.is_norm_first
+        self.multipliers: torch.Tensor | None = None  # of all that hidden states become
+        if spec.multipliers is not None and spec.multipliers.state_parts:
+            factors = zip(spec.multipliers.state_parts, rows, strict=True)
+            every = [torch.full((last - first,), factor) for factor, (first, last) in factors]
+            self.multipliers = torch.cat(every).to(weights.device)
         self.out = RowLinear(
             weights,
             name(names.state_out),
@@ -69,16 +77,24 @@ class Mamba2:
             num_values,
             values,
             parallel,
-            has_bias=state.has_bias,
+            has_bias=state.has_bias if state.has_out_bias is None else state.has_out_bias,
             is_transposed=names.is_transposed,
         )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, states: LayerStates) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] in and out."""
-        gate, mixed, step = torch.split(self.inputs(x), self.sizes, dim=-1)
+        parts = self.inputs(x)
+        parts = parts if self.multipliers is None else parts * self.multipliers
+        gate, mixed, step = torch.split(parts, self.sizes, dim=-1)
         steps = F.softplus(step.float() + self.step_bias).clamp(*self.bounds)
         read = self.scan(mixed, torch.cat((steps, -self.rates * steps), dim=-1), batch, states)
-        return self.out(self.norm(read * F.silu(gate.float())).to(x.dtype))
+        return self.out(self._gated(read, F.silu(gate.float())).to(x.dtype))
+
+    def _gated(self, read: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """What heads read, behind their gates and normalised."""
+        if self.norm is None:
+            return read * gate
+        return self.norm(read) * gate if self.is_norm_first else self.norm(read * gate)
 
 
 class _Selection:
