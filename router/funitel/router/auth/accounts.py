@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
@@ -63,20 +63,19 @@ class Account:
             raise self._refusal("model", Forbidden(words))
 
     @contextmanager
-    def entered(self, now: float) -> Iterator[None]:
-        """Count a request, which lasts as long as the block.
+    def entered(self, now: float, *, is_background: bool = False) -> Iterator[None]:
+        """Count a request, which lasts as long as the block; one of a batch is not counted as one that runs.
 
         Raises:
             RateLimited: the key has too many requests at once, or had too many, or too many tokens, within a minute.
         """
+        if not is_background:
+            self._check_concurrency()
         self._check_limits(now)
         self._metrics.count_key_request(self.key.name)
         self._requests.add(1, now)
-        self._num_running += 1
-        try:
+        with nullcontext() if is_background else self.prolonged():
             yield
-        finally:
-            self._num_running -= 1
 
     @contextmanager
     def prolonged(self) -> Iterator[None]:
@@ -87,12 +86,13 @@ class Account:
         finally:
             self._num_running -= 1
 
-    def _check_limits(self, now: float) -> None:
-        key = self.key
-        limit = key.max_concurrent_requests
+    def _check_concurrency(self) -> None:
+        limit = self.key.max_concurrent_requests
         if limit is not None and self._num_running >= limit:
             raise self._refusal("concurrency", RateLimited(f"at most {limit} requests of this API key run at once"))
-        limit = key.requests_per_minute
+
+    def _check_limits(self, now: float) -> None:
+        limit = self.key.requests_per_minute
         if limit is not None and self._requests.used(now) >= limit:
             wait = self._requests.seconds_until(limit - 1, now)
             raise self._refusal("requests", RateLimited(f"at most {limit} requests a minute with this API key", wait))
@@ -174,6 +174,11 @@ class Accounts:
             if account is not None and account.is_valid(now):
                 return account
         return None
+
+    def find_digest(self, digest: bytes) -> Account | None:
+        """The account of a key by its digest, if it is valid."""
+        account = self._by_digest.get(digest)
+        return account if account is not None and account.is_valid(time.time()) else None
 
 
 @dataclass(frozen=True, slots=True)
