@@ -143,6 +143,7 @@ class Accounts:
         self._metrics = metrics
         self._watch = FileWatch(*([] if path is None else [path]))
         self._by_digest: dict[bytes, Account] = {}
+        self._by_owner: dict[str, list[Account]] = {}  # a revoked key may have the name of its successor
         self._read()
 
     def __len__(self) -> int:
@@ -153,7 +154,10 @@ class Accounts:
         for key in keys_of(self._key, self._path):  # of one digest that is there twice the last line counts
             account = accounts[key.digest] = self._by_digest.get(key.digest) or Account(key, self._metrics)
             account.key = key
-        self._by_digest = accounts
+        by_owner: dict[str, list[Account]] = {}
+        for account in accounts.values():
+            by_owner.setdefault(account.key.owner, []).append(account)
+        self._by_digest, self._by_owner = accounts, by_owner
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that is wrong changes nothing but the log. Any thread."""
@@ -175,10 +179,10 @@ class Accounts:
                 return account
         return None
 
-    def find_digest(self, digest: bytes) -> Account | None:
-        """The account of a key by its digest, if it is valid."""
-        account = self._by_digest.get(digest)
-        return account if account is not None and account.is_valid(time.time()) else None
+    def find_owner(self, owner: str) -> Account | None:
+        """The account of the valid key that things of an owner belong to (`Key.owner`)."""
+        now = time.time()
+        return next((account for account in self._by_owner.get(owner, ()) if account.is_valid(now)), None)
 
 
 @dataclass(frozen=True, slots=True)

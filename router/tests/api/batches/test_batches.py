@@ -12,6 +12,7 @@ import pytest
 from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import ShardFailed
+from funitel.proto.security.keys import digest_of
 from funitel.router.batch import runner as runner_module
 from funitel.router.core.request import is_background
 
@@ -215,12 +216,15 @@ async def test_files_are_listed_retrieved_and_deleted(serve: Serve, engine: Fake
         assert [each["id"] for each in listed["data"]] == ids[::-1]
         page = (await client.get("/v1/files", params={"limit": 2, "order": "asc"})).json()
         assert [each["id"] for each in page["data"]] == ids[:2]
-        assert page["has_more"] and page["last_id"] == ids[1]
+        assert page["has_more"]
+        assert page["last_id"] == ids[1]
         page = (await client.get("/v1/files", params={"order": "asc", "after": ids[1]})).json()
         assert [each["id"] for each in page["data"]] == ids[2:]
         assert (await client.get("/v1/files", params={"purpose": "batch_output"})).json()["data"] == []
         one = (await client.get(f"/v1/files/{ids[0]}")).json()
-        assert one["bytes"] == 7 and one["filename"] == "in.jsonl" and one["purpose"] == "batch"
+        assert one["bytes"] == 7
+        assert one["filename"] == "in.jsonl"
+        assert one["purpose"] == "batch"
         assert (await client.get(f"/v1/files/{ids[0]}/content")).content == b"line 0\n"
         assert (await client.delete(f"/v1/files/{ids[0]}")).json()["deleted"] is True
         for path in (f"/v1/files/{ids[0]}", f"/v1/files/{ids[0]}/content", "/v1/files/..", "/v1/batches/x"):
@@ -266,7 +270,8 @@ async def test_cancelling_keeps_results_so_far(serve: Serve, engine: FakeEngine,
 
         await eventually(has_some, "some results")
         deleted = await client.delete(f"/v1/files/{batch['input_file_id']}")
-        assert deleted.status_code == 400 and batch["id"] in deleted.json()["error"]["message"]
+        assert deleted.status_code == 400
+        assert batch["id"] in deleted.json()["error"]["message"]
         answer = (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()
         assert answer["status"] == "cancelling"
         found = await ended(client, batch)
@@ -281,7 +286,8 @@ async def test_cancelling_keeps_results_so_far(serve: Serve, engine: FakeEngine,
         assert len(engine.requests) == count
         done = await ended(client, await create(client, await upload(client, jsonl(line("a")))))
         answer = await client.post(f"/v1/batches/{done['id']}/cancel")
-        assert answer.status_code == 400 and "completed" in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert "completed" in answer.json()["error"]["message"]
 
 
 async def test_what_is_not_run_in_the_window_expires(serve: Serve, engine: FakeEngine, tmp_path: Path) -> None:
@@ -290,7 +296,8 @@ async def test_what_is_not_run_in_the_window_expires(serve: Serve, engine: FakeE
         content = jsonl(*(line(f"r{i}") for i in range(300)))
         batch = await create(client, await upload(client, content), completion_window="1s")
         found = await ended(client, batch)
-        assert found["status"] == "expired" and found["expired_at"] >= found["expires_at"]
+        assert found["status"] == "expired"
+        assert found["expired_at"] >= found["expires_at"]
         output = await lines_of(client, found["output_file_id"])
         errors = await lines_of(client, found["error_file_id"])
         assert {each["error"]["code"] for each in errors} == {"batch_expired"}
@@ -375,14 +382,20 @@ async def test_a_folder_that_cannot_be_made(serve: Serve, engine: FakeEngine, tm
 
 # Keys ---------------------------------------------------------------------------------------------------------------
 
-Keys = Callable[[str], Path]
+Keys = Callable[..., Path]
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Keys:
-    def write(text: str) -> Path:
+    """Writes the file of keys: the limits and scopes of each, by its name, which with `-key` is the key too."""
+
+    def write(**records: dict[str, Any]) -> Path:
         path = tmp_path / "keys"
-        path.write_text(text)
+        lines = [
+            json.dumps({"name": name, "sha256": digest_of(f"{name}-key".encode()).hex()} | record)
+            for name, record in records.items()
+        ]
+        path.write_text("\n".join(lines))
         return path
 
     return write
@@ -395,9 +408,9 @@ def bearer(key: str) -> dict[str, str]:
 async def test_files_and_batches_belong_to_their_key(
     serve: Serve, engine: FakeEngine, tmp_path: Path, keys: Keys
 ) -> None:
-    path = keys("alpha-key-000000 name=alpha\nbeta-key-0000000 name=beta\n")
+    path = keys(alpha={}, beta={})
     async with serve(engine, ready=False, batch_dir=str(tmp_path / "b"), api_key_file=str(path)) as client:
-        alpha, beta = bearer("alpha-key-000000"), bearer("beta-key-0000000")
+        alpha, beta = bearer("alpha-key"), bearer("beta-key")
         await _ready(client)
         file_id = await upload(client, jsonl(line("a")), **alpha)
         refused = await client.post(
@@ -428,19 +441,21 @@ async def _ready(client: httpx.AsyncClient) -> None:
 async def test_a_quota_that_is_used_up_pauses_the_batch(
     serve: Serve, engine: FakeEngine, tmp_path: Path, keys: Keys
 ) -> None:
-    path = keys("alpha-key-000000 name=alpha max_concurrent_requests=1 requests_per_minute=40\n")
+    path = keys(alpha={"max_concurrent_requests": 1, "requests_per_minute": 40})
     async with serve(engine, ready=False, batch_dir=str(tmp_path / "b"), api_key_file=str(path)) as client:
-        alpha = bearer("alpha-key-000000")
+        alpha = bearer("alpha-key")
         await _ready(client)
         batch = await create(
             client, await upload(client, jsonl(*(line(f"r{i}") for i in range(60))), **alpha), headers=alpha
         )
 
         async def is_used_up() -> bool:
-            return len(engine.requests) >= 38
+            refused = 'funitel_key_refused_total{key="alpha",reason="requests"}'
+            return refused in (await client.get("/metrics")).text
 
         await eventually(is_used_up, "used up")
-        path.write_text("alpha-key-000000 name=alpha max_concurrent_requests=1\n")
+        assert len(engine.requests) < 60
+        keys(alpha={"max_concurrent_requests": 1})
 
         async def is_reloaded() -> bool:
             return (await client.get("/v1/batches", headers=alpha)).status_code == 200
@@ -453,9 +468,9 @@ async def test_a_quota_that_is_used_up_pauses_the_batch(
 async def test_models_that_a_key_is_not_for_are_errors_of_lines(
     serve: Serve, engine: FakeEngine, tmp_path: Path, keys: Keys, model: Path
 ) -> None:
-    path = keys(f"alpha-key-000000 name=alpha models=tgi,{model}\n")
+    path = keys(alpha={"models": ["tgi", str(model)]})
     async with serve(engine, ready=False, batch_dir=str(tmp_path / "b"), api_key_file=str(path)) as client:
-        alpha = bearer("alpha-key-000000")
+        alpha = bearer("alpha-key")
         await _ready(client)
         content = jsonl(line("a"), line("b", model="other"))
         found = await ended(

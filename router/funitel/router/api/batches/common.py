@@ -19,9 +19,9 @@ def batches_of(http: HttpRequest) -> Batches:
 
 
 def owner_of(http: HttpRequest) -> str:
-    """The owner of files and batches: the digest of the API key, which a restart does not change; empty without one."""
+    """The owner of files and batches: that of the API key, which a restart does not change; empty without one."""
     account = account_of(http.scope)
-    return "" if account is None else account.key.digest.hex()
+    return "" if account is None else account.key.owner
 
 
 def query_of(http: HttpRequest, model: type[Q]) -> Q:

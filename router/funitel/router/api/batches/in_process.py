@@ -58,7 +58,7 @@ class InProcess:
         )
 
     def _account(self, owner: str) -> Account | None:
-        return self._accounts.find_digest(bytes.fromhex(owner)) if owner else None
+        return self._accounts.find_owner(owner) if owner else None
 
     def model_check(self, owner: str) -> CheckModel:
         """What says which models an owner may not ask for."""
