@@ -30,6 +30,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     ├── Incomplete                a generation ended without its final message
     ├── ShardFailed               a shard died, diverged or timed out
     │   └── ShardUnsound          a shard answers but must not be used: wrong answers, a hang, or lost ranks
+    ├── StorageFailed             a folder cannot be written, such as that of a full disk
     ├── StepFailed                one step failed, the shard is usable
     │   ├── UnknownBatch          a call names a batch or request the shard does not hold
     │   ├── ResourceExhausted     there was no memory for the step
@@ -326,6 +327,13 @@ class ShardUnsound(ShardFailed):
     """A shard answers but must not be used again: it gave an impossible answer, hangs, or has lost other ranks."""
 
     grpc_status = grpc.StatusCode.DATA_LOSS
+
+
+class StorageFailed(FunitelError):
+    """A folder cannot be read or written; the disk may be full."""
+
+    http_status = 507
+    error_type = "storage"
 
 
 class StepFailed(FunitelError):

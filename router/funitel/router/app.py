@@ -13,10 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from funitel.proto.errors import FunitelError
+from funitel.router.api.batches.in_process import InProcess
 from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
 from funitel.router.api.responses.store import ResponseStore
 from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
+from funitel.router.batch.service import Batches
 from funitel.router.core.file_watch import Reloadable, reload_on_change
 from funitel.router.middleware.access_log import AccessLog
 from funitel.router.middleware.host_check import LOOPBACK_ORIGIN, HostCheck
@@ -58,12 +60,14 @@ def build_app(
     """
     service = Service(settings)
     accounts = Accounts(settings.api_key, settings.api_key_file, service.metrics)
+    batches = Batches(service, InProcess(accounts, lambda: app))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = [
             asyncio.create_task(service.start(connect, on_failure)),
             asyncio.create_task(reload_on_change([accounts, *refreshed])),
+            asyncio.create_task(batches.run()),
         ]
         try:
             yield
@@ -91,6 +95,7 @@ def build_app(
     app.router.redirect_slashes = False  # `/generate/` is no route
     app.state.service = service
     app.state.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+    app.state.batches = batches
     app.state.pages = partial(pages, listed)
     return app
 

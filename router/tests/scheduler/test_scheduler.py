@@ -20,7 +20,7 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
-from funitel.router.core.request import Request, Sequence
+from funitel.router.core.request import Request, Sequence, background_key
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import StepLoad, attended
 from funitel.router.scheduler.cost.step_cost import StepCostModel
@@ -102,7 +102,7 @@ def expected_output(sequence: Sequence, ends: frozenset[int] = frozenset()) -> l
             st.integers(0, 30),
             st.integers(1, 40),
             st.integers(1, 24),
-            st.sampled_from([b"", b"a", b"b"]),
+            st.sampled_from([b"", b"a", b"b", background_key(b"a"), background_key(b"")]),
             st.integers(-3, 3),
         ),
         min_size=1,

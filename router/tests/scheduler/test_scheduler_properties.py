@@ -21,7 +21,7 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
-from funitel.router.core.request import Request, Sequence
+from funitel.router.core.request import Request, Sequence, background_key
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler import state_checkpoints
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ends_early=st.booleans(),
         has_spans=st.booleans(),
         speculate=st.sampled_from([0, 0, 1, 3, 6]),
-        key=st.sampled_from([b"", b"", b"a", b"b"]),
+        key=st.sampled_from([b"", b"", b"a", b"b", background_key(b"a")]),
         priority=st.sampled_from([0, 0, -2, 2]),
     )
     def submit(

@@ -61,12 +61,14 @@ class Key:
     is_bare: bool = False
 
     @property
+    def owner(self) -> str:
+        """What lasting things of the key belong to; a key replaced under its name keeps them."""
+        return f"key {self.digest.hex()}" if self.is_bare else f"name {self.name}"
+
+    @property
     def cache_owner(self) -> bytes:
         """The group or the key that cached prefixes belong to, as a SHA-256; a key replaced under its name keeps it."""
-        if self.group is not None:
-            owner = f"group {self.group}"
-        else:
-            owner = f"key {self.digest.hex()}" if self.is_bare else f"name {self.name}"
+        owner = self.owner if self.group is None else f"group {self.group}"
         return hashlib.sha256(owner.encode()).digest()
 
 

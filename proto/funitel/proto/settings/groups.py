@@ -77,6 +77,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "max_client_batch_size max_client_texts payload_limit max_stored_responses max_stored_response_bytes "
         "requests_per_minute tokens_per_minute",
     ),
+    _group("batches", "Batches", "batch_dir", "max_batch_requests max_batch_file_bytes"),
     _group(
         "api",
         "Behaviour of the APIs",

@@ -27,6 +27,7 @@ MEANINGS = {
     500: "The generation ended without its last message",
     503: "The server is starting, stopping or broken",
     504: "The time given with x-request-timeout has passed",
+    507: "The folder of --batch-dir cannot be written, such as on a full disk",
     529: "Too many requests at once, or no time left for this one",
 }
 KEY_FAILURES = (401, 403, 429)  # of a route that asks for an API key
@@ -55,7 +56,8 @@ _Schemas = Mapping[Any, dict[str, Any]]  # a reference to each record's schema
 
 def document(operations: Sequence[Operation], title: str, version: str) -> dict[str, Any]:
     """The OpenAPI document of the routes."""
-    bodies = [(operation.body, "validation") for operation in operations if operation.body is not None]
+    given_bodies = [body for operation in operations for body in (operation.body, operation.form) if body is not None]
+    bodies = [(body, "validation") for body in given_bodies]
     answers = [(model, "serialization") for operation in operations for model in operation.answers]
     references, schemas = models_json_schema(
         [*bodies, *answers],  # type: ignore[list-item]
@@ -89,6 +91,9 @@ def _operation(operation: Operation, taken: _Schemas, given: _Schemas) -> dict[s
     }
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json_content(taken[operation.body])}
+    if operation.form is not None:
+        content = {"multipart/form-data": {"schema": taken[operation.form]}}
+        described["requestBody"] = {"required": True, "content": content}
     parameters = _parameters(operation)
     if parameters:
         described["parameters"] = parameters

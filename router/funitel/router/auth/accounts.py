@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
@@ -74,20 +74,19 @@ class Account:
             raise self._refusal("model", Forbidden(words))
 
     @contextmanager
-    def entered(self, now: float) -> Iterator[None]:
-        """Count a request, which lasts as long as the block.
+    def entered(self, now: float, *, is_background: bool = False) -> Iterator[None]:
+        """Count a request, which lasts as long as the block; one of a batch is not counted as one that runs.
 
         Raises:
             RateLimited: the key has too many requests at once, or had too many, or too many tokens, within a minute.
         """
+        if not is_background:
+            self._check_concurrency()
         self._check_limits(now)
         self._metrics.count_key_request(self.key.name)
         self._requests.add(1, now)
-        self._num_running += 1
-        try:
+        with nullcontext() if is_background else self.prolonged():
             yield
-        finally:
-            self._num_running -= 1
 
     @contextmanager
     def prolonged(self) -> Iterator[None]:
@@ -98,12 +97,13 @@ class Account:
         finally:
             self._num_running -= 1
 
-    def _check_limits(self, now: float) -> None:
-        key = self.key
-        limit = key.max_concurrent_requests
+    def _check_concurrency(self) -> None:
+        limit = self.key.max_concurrent_requests
         if limit is not None and self._num_running >= limit:
             raise self._refusal("concurrency", RateLimited(f"at most {limit} requests of this API key run at once"))
-        limit = key.requests_per_minute
+
+    def _check_limits(self, now: float) -> None:
+        limit = self.key.requests_per_minute
         if limit is not None and self._requests.used(now) >= limit:
             wait = self._requests.seconds_until(limit - 1, now)
             raise self._refusal("requests", RateLimited(f"at most {limit} requests a minute with this API key", wait))
@@ -154,6 +154,7 @@ class Accounts:
         self._metrics = metrics
         self._watch = FileWatch(*([] if path is None else [path]))
         self._by_digest: dict[bytes, Account] = {}
+        self._by_owner: dict[str, list[Account]] = {}  # a revoked key may have the name of its successor
         self._read()
 
     def __len__(self) -> int:
@@ -164,7 +165,10 @@ class Accounts:
         for key in keys_of(self._key, self._path):  # of one digest that is there twice the last line counts
             account = accounts[key.digest] = self._by_digest.get(key.digest) or Account(key, self._metrics)
             account.key = key
-        self._by_digest = accounts
+        by_owner: dict[str, list[Account]] = {}
+        for account in accounts.values():
+            by_owner.setdefault(account.key.owner, []).append(account)
+        self._by_digest, self._by_owner = accounts, by_owner
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that is wrong changes nothing but the log. Any thread."""
@@ -185,6 +189,11 @@ class Accounts:
             if account is not None and account.is_valid(now):
                 return account
         return None
+
+    def find_owner(self, owner: str) -> Account | None:
+        """The account of the valid key that things of an owner belong to (`Key.owner`)."""
+        now = time.time()
+        return next((account for account in self._by_owner.get(owner, ()) if account.is_valid(now)), None)
 
 
 @dataclass(frozen=True, slots=True)

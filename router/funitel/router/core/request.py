@@ -10,6 +10,19 @@ DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
 MAX_PRIORITY = 100  # and -100 is the least
 
 
+_BACKGROUND = b"background:"  # no hash of a key begins so
+
+
+def background_key(key: bytes) -> bytes:
+    """The key under which the requests of a batch are scheduled: they have what those of all other keys leave free."""
+    return _BACKGROUND + key
+
+
+def is_background(key: bytes) -> bool:
+    """Whether a key is one under which the requests of a batch are scheduled."""
+    return key.startswith(_BACKGROUND)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the size of the pool in tokens.

@@ -55,7 +55,7 @@ class RequestTable:
 
     def in_flight(self, key: bytes) -> InFlight:
         """Count the requests: all, and those of an API key."""
-        return InFlight(len(self.streams), self._num_of_key.get(key, 0))
+        return InFlight.of(self._num_of_key, key)
 
     def admit(self, sequence: Sequence, in_flight: InFlight) -> TokenStream:
         """Queue a sequence of a new id; a waiting one of a key with more may be refused in its place.

@@ -8,10 +8,11 @@ from starlette.types import Scope
 from funitel.proto.errors import Unauthorized
 from funitel.router.auth.accounts import Account, Accounts, owner_of
 from funitel.router.core import request_context
-from funitel.router.core.request import DEFAULT_MODEL
+from funitel.router.core.request import DEFAULT_MODEL, background_key
 from funitel.router.middleware.operation import Access, Operation
 
 _ACCOUNT = "funitel.account"  # in a request's scope: the account of the key that was checked
+_BACKGROUND = "funitel.background"  # in a scope: the request is one of a batch
 
 
 def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str) -> Account:
@@ -21,7 +22,7 @@ def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str
         Unauthorized: no key is given, or a wrong one.
         Forbidden: the key is not for this route, or not for this model.
     """
-    account = accounts.find(_tokens(scope))
+    account = account_of(scope) if is_background_request(scope) else accounts.find(_tokens(scope))
     if account is None:
         raise Unauthorized("missing or wrong API key")
     scope[_ACCOUNT] = account
@@ -32,6 +33,17 @@ def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str
     return account
 
 
+def act_in_background(scope: Scope, account: Account | None) -> None:
+    """Make a request that is made in this process one of a batch, charged to an account that is known to be valid."""
+    scope[_BACKGROUND] = True
+    scope[_ACCOUNT] = account
+
+
+def is_background_request(scope: Scope) -> bool:
+    """Whether a request is one of a batch, which runs in what others leave free."""
+    return _BACKGROUND in scope
+
+
 def account_of(scope: Scope) -> Account | None:
     """Return the account that a request is charged to; None where no key is required."""
     return scope.get(_ACCOUNT)
@@ -40,6 +52,8 @@ def account_of(scope: Scope) -> Account | None:
 def owner_of_request(scope: Scope) -> bytes:
     """Return the owner of a request as a hash: of its key, else of the token it carries; empty without one."""
     account = account_of(scope)
+    if is_background_request(scope):
+        return background_key(b"" if account is None else account.owner)
     if account is not None:
         return account.owner
     token = next((token for token in _tokens(scope) if token), b"")

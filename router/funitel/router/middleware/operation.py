@@ -32,6 +32,7 @@ class Operation:
     Attributes:
         body: record of the request's JSON body, if it has one.
         query: record of the query's parameters, if it has any.
+        form: record of the form of its body, as `multipart/form-data`, if it has one.
         answer: record of the JSON answer; None for text.
         event: record of each Server-Sent Event, when the route can stream.
         text: media type of an answer that is text; None for an empty one.
@@ -53,6 +54,7 @@ class Operation:
     error: type[BaseModel]
     failures: tuple[int, ...] = ()
     query: type[BaseModel] | None = None
+    form: type[BaseModel] | None = None
     event: type[BaseModel] | None = None
     text: str | None = None
     is_array: bool = False

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from funitel.router.auth.accounts import Account, Accounts
 from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
-from funitel.router.middleware.auth import check_key
+from funitel.router.middleware.auth import check_key, is_background_request
 from funitel.router.middleware.operation import ROUTE, Access, Operation
 
 
@@ -42,12 +42,12 @@ class RouteGate:
         if not self._checks_key:
             return nullcontext()
         account = check_key(scope, self._accounts, self._operation, self._model)
-        return self._charged(account)
+        return self._charged(account, is_background=is_background_request(scope))
 
     @contextmanager
-    def _charged(self, account: Account) -> Iterator[None]:
+    def _charged(self, account: Account, *, is_background: bool) -> Iterator[None]:
         """Charge the long texts that were encoded for a request which did not get as far as the model."""
-        with account.entered(time.monotonic()):
+        with account.entered(time.monotonic(), is_background=is_background):
             try:
                 yield
             finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from funitel.proto.errors import Overloaded
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 from funitel.router.scheduler.cost.throughput import Throughput
 from funitel.router.scheduler.cost.ttft_estimate import TtftEstimate, TtftEstimator
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
@@ -19,10 +19,17 @@ OTHERS_SHARE = 8  # where several keys are known, one leaves an eighth of the pl
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Requests that have not ended: all, and those of one key."""
+    """Requests that have not ended: all, and those of one key. For a key that is no background one, without those."""
 
     num_requests: int
     of_key: int
+
+    @classmethod
+    def of(cls, num_by_key: Mapping[bytes, int], key: bytes) -> "InFlight":
+        """Count the requests of all keys that one competes with, and its own."""
+        if is_background(key):
+            return cls(sum(num_by_key.values()), num_by_key.get(key, 0))
+        return cls(sum(n for other, n in num_by_key.items() if not is_background(other)), num_by_key.get(key, 0))
 
     def __add__(self, other: "InFlight") -> "InFlight":
         return InFlight(self.num_requests + other.num_requests, self.of_key + other.of_key)
@@ -36,7 +43,7 @@ class Reservations:
 
     def in_flight(self, key: bytes) -> InFlight:
         """Count the reservations: all, and those of an API key."""
-        return InFlight(sum(self._held.values()), self._held.get(key, 0))
+        return InFlight.of(self._held, key)
 
     def hold(self, key: bytes) -> "Reservation":
         """Hold a place for a request."""
@@ -177,7 +184,9 @@ class Admission:
         exceeded = self.exceeded_count(in_flight)
         if exceeded is None:
             return None
-        displaced = _newest_of_heaviest_key(in_flight.of_key, holder) if exceeded.reason == "requests" else None
+        displaced = (
+            _newest_of_heaviest_key(incoming, in_flight.of_key, holder) if exceeded.reason == "requests" else None
+        )
         if displaced is None:
             raise _refusal(exceeded, self._position_of(incoming, holder))
         return displaced
@@ -185,12 +194,15 @@ class Admission:
     def _check_tokens(self, incoming: Sequence, in_flight: InFlight, holder: SequenceHolder) -> Sequence | None:
         """Check the bound on queued tokens; as `check`."""
         queue, num_tokens = holder.waiting, len(incoming.request.input_ids)
-        exceeded = self.exceeded_tokens(len(queue), queue.num_prompt_tokens, num_tokens)
+        num_waiting, num_queued = queue.num_foreground, queue.num_foreground_tokens
+        if is_background(incoming.request.key):
+            num_waiting, num_queued = len(queue), queue.num_prompt_tokens
+        exceeded = self.exceeded_tokens(num_waiting, num_queued, num_tokens)
         if exceeded is None:
             return None
-        displaced = _newest_of_heaviest_key(in_flight.of_key, holder)
+        displaced = _newest_of_heaviest_key(incoming, in_flight.of_key, holder)
         freed = 0 if displaced is None else len(displaced.request.input_ids)
-        if displaced is None or self.exceeded_tokens(len(queue), queue.num_prompt_tokens - freed, num_tokens):
+        if displaced is None or self.exceeded_tokens(num_waiting, num_queued - freed, num_tokens):
             raise _refusal(exceeded, self._position_of(incoming, holder))
         return displaced
 
@@ -263,8 +275,13 @@ def _refusal(exceeded: Exceeded, position: QueuePosition) -> Overloaded:
     return Overloaded(f": {exceeded.words}", position.position, position.wait_seconds, exceeded.reason)
 
 
-def _newest_of_heaviest_key(own: int, holder: SequenceHolder) -> Sequence | None:
-    """Return the sequence to displace for a key that has `own`; None unless another key has more by two."""
-    counts, queue = holder.shares.sequences, holder.waiting
+def _newest_of_heaviest_key(incoming: Sequence, own: int, holder: SequenceHolder) -> Sequence | None:
+    """Return the sequence to displace for a key that has `own`; None unless another key has more by two.
+
+    Those of batches displace none, and take no place that could be given to another.
+    """
+    if is_background(incoming.request.key):
+        return None
+    counts, queue = {key: n for key, n in holder.shares.sequences.items() if not is_background(key)}, holder.waiting
     lasts = [last for key in counts if counts[key] > own + 1 and (last := queue.newest_of(key)) is not None]
     return max(lasts, key=lambda last: counts[last.request.key], default=None)

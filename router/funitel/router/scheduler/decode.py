@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.state_checkpoints import StateCheckpoints
 from funitel.router.scheduler.waiting_queue import FairShares
+
+HELD = 0  # tokens pending of a sequence that sits the step out
 
 
 @dataclass(slots=True)
@@ -86,17 +88,26 @@ class RunningSet:
         held = len(sequence.blocks) * self._blocks.block_size
         return max(computed, min(sequence.most_ahead(computed), held))
 
-    def decode(self) -> DecodePart:
+    def awaits_first_token(self) -> bool:
+        """Whether a sequence that is none of a batch computes its prompt."""
+        return any(
+            not sequence.output_ids and not is_background(sequence.request.key) and sequence.ahead()[1] > 1
+            for sequence in self._not_plain.values()
+        )
+
+    def decode(self, *, holds_background: bool = False) -> DecodePart:
         """Let every decoding sequence compute a token in the next step, and grant all of them the blocks they need.
 
-        One that ends with a step in flight computes nothing.
+        One that ends with a step in flight computes nothing, and with `holds_background` those of batches do not.
         """
         part = DecodePart()
         computed = part.computed
         num_plain = context = 0
         charged: Counter[bytes] = Counter()
         for i, sequence in self.by_id.items():
-            if sequence.num_plain_steps:
+            if holds_background and is_background(sequence.request.key):
+                part.updates[i] = (), HELD
+            elif sequence.num_plain_steps:
                 sequence.num_plain_steps -= 1
                 if not sequence.num_plain_steps:
                     self._not_plain[i] = sequence

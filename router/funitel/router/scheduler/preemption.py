@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 from funitel.router.scheduler.prefill import PrefillPlanner
 from funitel.router.scheduler.waiting_queue import FairShares
 
@@ -40,6 +40,8 @@ class PreemptionPolicy:
     ) -> Sequence | None:
         """Return a victim of a key that was given more, and still has as much taken without the victim.
 
+        Background sequences are victims of any other, however little they have.
+
         Args:
             waiting: the sequence that would enter.
             needed: how much it would take, of what is short.
@@ -47,11 +49,12 @@ class PreemptionPolicy:
             sizes: how much of it each running sequence has.
         """
         level, least = self._shares.level(waiting.request.key), taken[waiting.request.key] + needed
+        may_take_all = not is_background(waiting.request.key)
         richer = [
             sequence
             for sequence in self._running.values()
-            if self._shares.level(sequence.request.key) > level
-            and taken[sequence.request.key] - sizes[sequence.id] >= least
+            if self._shares.level(key := sequence.request.key) > level
+            and (taken[key] - sizes[sequence.id] >= least or (may_take_all and is_background(key)))
         ]
         return self._last(richer, taken) if richer else None
 
@@ -63,11 +66,12 @@ class PreemptionPolicy:
         return held
 
     def _last(self, sequences: Iterable[Sequence], taken: Mapping[bytes, int]) -> Sequence:
-        """Return the first victim: of the key with most taken and most given, the least urgent, then the newest."""
+        """Return the first victim: of background keys, else all, that with most taken and given; its least urgent."""
 
         def rank(sequence: Sequence) -> tuple[float, ...]:
             request = sequence.request
             given = self._shares.tokens_of(request.key)
-            return taken[request.key], given, request.priority, sequence.arrived, sequence.id
+            is_behind = is_background(request.key)
+            return is_behind, taken[request.key], given, request.priority, sequence.arrived, sequence.id
 
         return max(sequences, key=rank)

@@ -4,19 +4,19 @@ Keys take turns by the tokens they were given.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import ceil
 
 from funitel.proto.step import SequenceStart, StateSave
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import ChunkBudget
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.state_checkpoints import StateCheckpoints
-from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
+from funitel.router.scheduler.waiting_queue import FairShares, Level, WaitingQueue
 
 # An entering sequence leaves a block free for each running one, else it would soon be preempted again; but at most this
 # share of the pool, for what is free for growth is not used. On simulated loads of 64 requests for 4 times the pool 84
@@ -106,13 +106,15 @@ class PrefillPlanner:
         size = self._block_size
         if not self.may_share(sequence) or (index + 1) * size >= sequence.num_known:
             return False
+        running: Iterable[Sequence] = self._running.not_plain.values()
+        if not is_background(sequence.request.key):  # it waits for none of a batch, which may be held
+            running = [other for other in running if not is_background(other.request.key)]
         if (checkpoints := self._checkpoints) is not None:
-            running = self._running.not_plain.values()
             return any(checkpoints.is_expected(sequence, index, other) for other in running)
         key = sequence.block_key(index, size)
         return any(
             other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
-            for other in self._running.not_plain.values()
+            for other in running
         )
 
     def fits(self, sequence: Sequence, prefix: Prefix, count: int) -> bool:
@@ -203,7 +205,13 @@ class PrefillPlanner:
     # Spending -------------------------------------------------------------------------------------------------------
 
     def spend(
-        self, budget: ChunkBudget, computed: dict[int, int], with_pending: list[Sequence], *, may_enter: bool
+        self,
+        budget: ChunkBudget,
+        computed: dict[int, int],
+        with_pending: list[Sequence],
+        *,
+        may_enter: bool,
+        holds_background: bool = False,
     ) -> list[SequenceStart]:
         """Spend the budget of a step on running sequences with pending tokens and on waiting ones, in fair order.
 
@@ -215,6 +223,7 @@ class PrefillPlanner:
             computed: tokens by id that the step computes already; more are added.
             with_pending: running sequences that have more to compute.
             may_enter: whether waiting sequences may enter.
+            holds_background: whether those of batches may not.
 
         Returns: the sequences that enter.
         """
@@ -222,6 +231,8 @@ class PrefillPlanner:
         passed_over: Counter[bytes] = Counter()
         while True:
             found = self.next_schedulable(passed_over) if may_enter else None
+            if found is not None and holds_background and is_background(found[0].request.key):
+                found = None
             oldest = min(with_pending, key=self._level, default=None)
             if oldest is not None and (found is None or self._level(oldest) <= self._level(found[0])):
                 is_urgent = self._is_urgent(oldest, oldest.num_cached)
@@ -264,5 +275,5 @@ class PrefillPlanner:
         left = sequence.num_known - max(num_cached, sequence.ahead()[0])
         return self._shares.stays_least(sequence.request.key, left)
 
-    def _level(self, sequence: Sequence) -> tuple[int, int]:
+    def _level(self, sequence: Sequence) -> Level:
         return self._shares.level(sequence.request.key)

@@ -25,7 +25,7 @@ from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.cost.ttft_estimate import TtftEstimator
-from funitel.router.scheduler.decode import RunningSet
+from funitel.router.scheduler.decode import HELD, RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.preemption import PreemptionPolicy
@@ -116,14 +116,33 @@ class Scheduler:
             return self._schedule_unchunked()
         return self._mixed_step(may_enter=True)
 
-    def _mixed_step(self, *, may_enter: bool) -> StepPlan | None:
+    def _mixed_step(self, *, may_enter: bool, may_hold: bool = True) -> StepPlan | None:
         """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
-        part = self._running.decode()
+        holds_background = may_hold and self._holds_background(may_enter=may_enter)
+        part = self._running.decode(holds_background=holds_background)
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
-            starts = self._prefill.spend(self._budget(part.load), part.computed, part.with_pending, may_enter=may_enter)
-        rows = [self._update(i, granted, pending, part.computed[i]) for i, (granted, pending) in part.updates.items()]
-        return self._plan(starts, rows, part.computed, part.load)
+            starts = self._prefill.spend(
+                self._budget(part.load),
+                part.computed,
+                part.with_pending,
+                may_enter=may_enter,
+                holds_background=holds_background,
+            )
+        rows = [
+            RowUpdate(i, granted, 0) if pending == HELD else self._update(i, granted, pending, part.computed[i])
+            for i, (granted, pending) in part.updates.items()
+        ]
+        plan = self._plan(starts, rows, part.computed, part.load)
+        if plan is None and holds_background and not self._in_flight:  # what they are held for cannot go on
+            return self._mixed_step(may_enter=may_enter, may_hold=False)
+        return plan
+
+    def _holds_background(self, *, may_enter: bool) -> bool:
+        """Whether sequences of batches sit the next step out: another has its first token before it."""
+        if not self.policy.is_chunked or not self.shares.has_background or self.bisector.on_trial:
+            return False
+        return bool(may_enter and self.waiting.num_foreground) or self._running.awaits_first_token()
 
     def _update(self, sequence_id: int, granted: tuple[int, ...], pending: int, count: int) -> RowUpdate:
         """Describe to the shard what a running sequence gets, which computes `count` of its pending tokens."""
@@ -144,7 +163,8 @@ class Scheduler:
             max_tokens = min(max_tokens, self.bisector.max_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(max_tokens), load=load)
-        return self.step_time.budget(max_tokens, load, has_several_keys=self.shares.num_known_keys > 1)
+        has_several_keys = self.shares.num_known_keys > 1 or self.shares.has_background
+        return self.step_time.budget(max_tokens, load, has_several_keys=has_several_keys)
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""

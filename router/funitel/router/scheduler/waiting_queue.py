@@ -2,6 +2,9 @@
 
 Keys share the service fairly, counted in tokens computed. Within a key the order is by priority and arrival: a step of
 priority is worth `AGEING_SECONDS` of waiting, so that each waiting sequence comes to be first, whatever arrives later.
+
+The requests of batches have keys of their own, background ones. Those come behind all others, however long they wait,
+and share among themselves what these leave.
 """
 
 from bisect import bisect_left, insort
@@ -9,10 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 
 AGEING_SECONDS = 10.0  # of waiting, that outweigh one step of priority
 MAX_IDLE_KEYS = 1000  # remembered for what they were given, while others are busy
+
+
+Level = tuple[bool, int, int]  # background keys come behind others; tokens given; sequences
 
 
 class FairShares:
@@ -20,20 +26,23 @@ class FairShares:
 
     A key that comes, or comes back, has its own count, but at least that of the key that was given the least, save for
     `credit` tokens: time away earns so much and no more. The same holds of the pace, what each busy key would have been
-    given if all had the same: keys that come anew all the time do not go before one that was always here.
+    given if all had the same: keys that come anew all the time do not go before one that was always here. Background
+    keys are compared with one another only.
     """
 
     def __init__(self, credit: int = 0) -> None:
         self._credit = credit
         self._tokens: dict[bytes, int] = {}
         self._sequences: Counter[bytes] = Counter()  # waiting or running
-        self._pace = 0.0  # tokens
+        self._pace = {False: 0.0, True: 0.0}  # tokens, of others and of background keys
+        self._num_busy = {False: 0, True: 0}  # keys that have sequences
         self.num_repeated = 0  # tokens computed again, of all keys
 
     def join(self, key: bytes) -> None:
         """Note that a key has one more sequence."""
         if not self._sequences[key]:
             self._tokens[key] = self.tokens_of(key)
+            self._num_busy[is_background(key)] += 1
         self._sequences[key] += 1
 
     def leave(self, key: bytes) -> None:
@@ -42,15 +51,18 @@ class FairShares:
         if self._sequences[key]:
             return
         del self._sequences[key]
-        if not self._sequences:
-            self._tokens.clear()
-            self._pace = 0.0
+        kind = is_background(key)
+        self._num_busy[kind] -= 1
+        if not self._num_busy[kind]:
+            self._tokens = {other: given for other, given in self._tokens.items() if is_background(other) != kind}
+            self._pace[kind] = 0.0
         elif len(self._tokens) - len(self._sequences) > MAX_IDLE_KEYS:
             self._tokens = {busy: self._tokens[busy] for busy in self._sequences}
 
-    def _least_on_return(self) -> int:
-        least = min((self._tokens[key] for key in self._sequences if self._sequences[key]), default=0)
-        return max(0, max(least, int(self._pace)) - self._credit)
+    def _least_on_return(self, kind: bool) -> int:
+        busy = (key for key in self._sequences if self._sequences[key] and is_background(key) == kind)
+        least = min((self._tokens[key] for key in busy), default=0)
+        return max(0, max(least, int(self._pace[kind])) - self._credit)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens that a step computes for a sequence; those computed again are not counted twice."""
@@ -62,13 +74,14 @@ class FairShares:
     def charge_key(self, key: bytes, num_tokens: int) -> None:
         """Count tokens of sequences of a key that have lost none."""
         self._tokens[key] += num_tokens
-        self._pace += num_tokens / len(self._sequences)
+        kind = is_background(key)
+        self._pace[kind] += num_tokens / self._num_busy[kind]
 
     def stays_least(self, key: bytes, num_tokens: int) -> bool:
         """Whether other keys have sequences, and were all given as much as this one with so many tokens more."""
-        given = self.tokens_of(key) + num_tokens
+        given = is_background(key), self.tokens_of(key) + num_tokens
         return len(self._sequences) > 1 and all(
-            given <= self._tokens[other] for other in self._sequences if other != key
+            given <= (is_background(other), self._tokens[other]) for other in self._sequences if other != key
         )
 
     @property
@@ -78,15 +91,20 @@ class FairShares:
 
     def tokens_of(self, key: bytes) -> int:
         """Return what a key was given, by the count that decides on the next key."""
-        return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least_on_return())
+        return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least_on_return(is_background(key)))
 
     def sequences_of(self, key: bytes) -> int:
         """How many sequences of a key wait or run."""
         return self._sequences[key]
 
-    def level(self, key: bytes) -> tuple[int, int]:
+    def level(self, key: bytes) -> Level:
         """Lower is served sooner: of keys that were given the same, the one with fewer sequences."""
-        return self.tokens_of(key), self._sequences[key]
+        return is_background(key), self.tokens_of(key), self._sequences[key]
+
+    @property
+    def has_background(self) -> bool:
+        """Whether a background key has sequences."""
+        return self._num_busy[True] > 0
 
     @property
     def sequences(self) -> dict[bytes, int]:
@@ -101,6 +119,8 @@ class WaitingQueue:
         self._shares = shares
         self._by_key: dict[bytes, list[Sequence]] = {}  # each in its order
         self.num_prompt_tokens = 0  # of all
+        self.num_foreground = 0  # of keys that are not background ones,
+        self.num_foreground_tokens = 0  # and their prompt tokens
         self.num_preempted = 0  # have run, and wait to be resumed
         self.num_changes = 0
 
@@ -120,8 +140,7 @@ class WaitingQueue:
         """Queue a sequence: a new one, or a preempted one, which has the place it had."""
         self.num_changes += 1
         insort(self._by_key.setdefault(sequence.request.key, []), sequence, key=_rank)
-        self.num_prompt_tokens += len(sequence.request.input_ids)
-        self.num_preempted += sequence.was_started
+        self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits."""
@@ -133,8 +152,15 @@ class WaitingQueue:
         del queue[place]
         if not queue:
             del self._by_key[key]
-        self.num_prompt_tokens -= len(sequence.request.input_ids)
-        self.num_preempted -= sequence.was_started
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        num_tokens = sign * len(sequence.request.input_ids)
+        self.num_prompt_tokens += num_tokens
+        self.num_preempted += sign * sequence.was_started
+        if not is_background(sequence.request.key):
+            self.num_foreground += sign
+            self.num_foreground_tokens += num_tokens
 
     def first(self, passed_over: Mapping[bytes, int] | None = None) -> Sequence | None:
         """Return the next sequence, except for so many of each key as were `passed_over`."""
@@ -142,7 +168,7 @@ class WaitingQueue:
         heads = (queue[i] for key, queue in self._by_key.items() if (i := over.get(key, 0)) < len(queue))
         return min(heads, key=self._turn, default=None)
 
-    def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
+    def _turn(self, sequence: Sequence) -> tuple[Level, tuple[float, int]]:
         return self._shares.level(sequence.request.key), _rank(sequence)
 
     def in_order(self, limit: int) -> list[Sequence]:
@@ -151,13 +177,13 @@ class WaitingQueue:
         heapify(heads)
         found: list[Sequence] = []
         while heads and len(found) < limit:
-            (given, count), _, key, place = heads[0]
+            (kind, given, count), _, key, place = heads[0]
             queue = self._by_key[key]
             found.append(queue[place])
             if place + 1 == len(queue):
                 heappop(heads)
             else:
-                level = given + queue[place].num_known, count
+                level = kind, given + queue[place].num_known, count
                 heapreplace(heads, (level, _rank(queue[place + 1]), key, place + 1))
         return found
 
@@ -171,19 +197,17 @@ class WaitingQueue:
         queue = self._by_key.get(key, [])
         ahead = queue[: bisect_left(queue, rank, key=_rank)]
         given = shares.tokens_of(key) + sum(sequence.num_known for sequence in ahead)
-        turn = ((given, shares.sequences_of(key) + 1), rank)
+        turn = ((is_background(key), given, shares.sequences_of(key) + 1), rank)
         for other, queue in self._by_key.items():
             if other != key:
                 ahead += self._before(turn, other, queue)
         return ahead
 
-    def _before(
-        self, turn: tuple[tuple[int, int], tuple[float, int]], key: bytes, queue: list[Sequence]
-    ) -> Iterator[Sequence]:
+    def _before(self, turn: tuple[Level, tuple[float, int]], key: bytes, queue: list[Sequence]) -> Iterator[Sequence]:
         """Yield the beginning of a queue that comes before `turn`, as each that enters is charged for its tokens."""
-        given, count = self._shares.level(key)
+        kind, given, count = self._shares.level(key)
         for sequence in queue:
-            if ((given, count), _rank(sequence)) > turn:
+            if ((kind, given, count), _rank(sequence)) > turn:
                 return
             yield sequence
             given += sequence.num_known

@@ -11,7 +11,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import SamplingParams, StoppingParams
 from funitel.router.auth.accounts import Account
 from funitel.router.core.request import MAX_PRIORITY, Request
-from funitel.router.middleware.auth import account_of, owner_of_request
+from funitel.router.middleware.auth import account_of, is_background_request, owner_of_request
 from funitel.router.scheduler.admission import Reservation
 
 ARRIVAL = "funitel.arrival"  # in a request's scope, once it has a reservation
@@ -58,7 +58,7 @@ class Arrival:
             now,
             owner_of_request(http.scope),
             account_of(http.scope),
-            _priority(http.headers.get(PRIORITY)),
+            MAX_PRIORITY if is_background_request(http.scope) else _priority(http.headers.get(PRIORITY)),
             timeout and now + timeout,
         )
 

@@ -214,6 +214,13 @@ class RouterSettings:
         1000, "Maximum of answers of /v1/responses kept in memory; 0 keeps none.", bounds=NOT_NEGATIVE
     )
     max_stored_response_bytes: int = setting(64_000_000, "Maximum bytes of JSON of those answers.", bounds=POSITIVE)
+    batch_dir: str | None = setting(
+        None, "Folder of files and batches, which /v1/files and /v1/batches need; one router at a time has it."
+    )
+    max_batch_requests: int = setting(50_000, "Maximum of requests in a batch.", bounds=POSITIVE)
+    max_batch_file_bytes: int = setting(
+        200_000_000, "Maximum size in bytes of a file that is uploaded for a batch.", bounds=POSITIVE
+    )
     api_key: str | None = setting(None, "Bearer token that requests must carry.", keeps_variable=True)
     api_key_file: str | None = setting(
         None,

@@ -318,6 +318,15 @@ class Metrics:
         self._key_tokens.labels(key, "prompt").inc(prompt)
         self._key_tokens.labels(key, "completion").inc(completion)
 
+    def count_batch_request(self, state: str) -> None:
+        """Count a request of a batch that was `completed`, has `failed`, or is to be `retried`."""
+        self._batch_requests.labels(state).inc()
+
+    def set_batches(self, num_batches: int, num_running: int) -> None:
+        """Set the batches that have not ended, and the requests of them that are under way."""
+        self._set(self._batches, num_batches)
+        self._set(self._batch_running, num_running)
+
     def count_expired(self, state: str) -> None:
         """Count a sequence that exceeded its deadline while it was `arriving`, `waiting` or `running`."""
         self._expired.labels(state).inc()
@@ -404,6 +413,9 @@ class Metrics:
         self._waiting_preempted = self._gauge("funitel_queue_preempted", "Waiting sequences that are to be resumed.")
         self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")
         self._refused = self._counter("funitel_refused", "Sequences that found no place.", "reason")
+        self._batch_requests = self._counter("funitel_batch_requests", "Requests of batches.", "state")
+        self._batches = self._gauge("funitel_batches", "Batches that have not ended.")
+        self._batch_running = self._gauge("funitel_batch_running_requests", "Requests of batches under way.")
         self._expired = self._counter("funitel_expired", "Sequences that exceeded their deadline.", "state")
         self._preempted = self._sum("funitel_preempted", "Sequences preempted.")
         self._recomputed = self._sum("funitel_recomputed_tokens", "Tokens computed again after a preemption.")

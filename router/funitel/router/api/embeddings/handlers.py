@@ -32,6 +32,7 @@ from funitel.router.api.embeddings.schema import (
 from funitel.router.api.openai.schema_completions import GivenPrompt
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
+from funitel.router.core.request import is_background
 from funitel.router.encoder.engine import BYTES, Encoded
 from funitel.router.encoder.service import EncoderService, TokenizeOptions
 from funitel.router.encoder.tokenize import EncodedText
@@ -61,7 +62,7 @@ async def embeddings(incoming: IncomingRequest) -> Response:
     call = EncoderCall.of(incoming)
     call.encoder.check_task(EncoderTask.EMBED)
     body = await incoming.read(EmbeddingsRequest)
-    if body.priority is not None:
+    if body.priority is not None and not is_background(incoming.arrived.key):
         call.priority = body.priority
     encodings = await encodings_of(call, body.texts, call.encoder.prompts.default, TokenizeOptions("input"))
     width = _width(call.encoder, body.dimensions)
