@@ -38,4 +38,12 @@ def make_executor(
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))
     executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules)
-    return executor, info_of(settings, options, loaded, spec.vocab_size, keeps_states=pools.state_layout is not None)
+    info = info_of(
+        settings,
+        options,
+        loaded,
+        spec.vocab_size,
+        keeps_states=pools.state_layout is not None,
+        has_parted_blocks=pools.has_parted_blocks and rules is None,
+    )
+    return executor, info
