@@ -25,6 +25,7 @@ _ALIKE = (
     "capabilities",
     "vocab_size",
     "num_opening_tokens",
+    "eos_token_ids",
 )
 
 
@@ -81,6 +82,9 @@ def smallest_limits(limits: Seq[Limits]) -> Limits:
         max_input_tokens=min(each.max_input_tokens for each in limits),
         max_total_tokens=min(each.max_total_tokens for each in limits),
         pool_tokens=min(each.pool_tokens for each in limits),
+        block_size=limits[0].block_size,
+        max_beams=min(each.max_beams for each in limits),
+        eos_token_ids=limits[0].eos_token_ids,
     )
 
 
@@ -97,4 +101,4 @@ def check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:
 
 
 def _shown(value: object) -> str:
-    return ",".join(sorted(value)) or "none" if isinstance(value, frozenset) else str(value)
+    return ",".join(sorted(map(str, value))) or "none" if isinstance(value, frozenset) else str(value)

@@ -30,6 +30,7 @@ class RunningSet:
 
     def __init__(self, blocks: BlockPool, shares: FairShares, checkpoints: StateCheckpoints | None) -> None:
         self.by_id: dict[int, Sequence] = {}
+        self.searching: dict[int, Sequence] = {}  # with beams, which are rows in its place
         self._blocks = blocks
         self._checkpoints = checkpoints
         self._shares = shares
@@ -59,7 +60,17 @@ class RunningSet:
         sequence.blocks.clear()
         if self._checkpoints is not None:
             self._checkpoints.leave(sequence)
+        if sequence.beams is not None:
+            self.searching.pop(sequence.id, None)
+            slots = sequence.beams.restart()
+            if self._checkpoints is not None:
+                self._checkpoints.release(slots)
         return True
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a step may have of them."""
+        return len(self.by_id) + sum(beams.params.width - 1 for s in self._not_plain.values() if (beams := s.beams))
 
     def forget_steps(self) -> None:
         """No step is in flight any more, and what those did is not taken into account."""
@@ -125,8 +136,7 @@ class RunningSet:
 
     def _mark_plain(self, sequence: Sequence, computed: int) -> None:
         """Predict how often a sequence just decodes: until it needs a block, or has its maximum length."""
-        last = sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
-        end = min(last, len(sequence.blocks) * self._blocks.block_size)
+        end = min(sequence.max_known - 1, len(sequence.blocks) * self._blocks.block_size)
         if self._checkpoints is not None:
             end = min(end, self._checkpoints.next_due(computed) - 1)
         if end > computed:

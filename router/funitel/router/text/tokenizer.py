@@ -16,6 +16,7 @@ from funitel.router.text.languages import Languages
 from funitel.router.text.model_files import ModelFiles
 from funitel.router.text.template_renderer import TemplateRenderer, TemplateTexts
 from funitel.router.text.token_bound import TokenBound
+from funitel.router.text.token_codec import TokenCodec
 
 NO_TEMPLATE = "template not found: the model has no chat template"
 
@@ -62,6 +63,7 @@ class Tokenizer:
         """
         self.pool = pool
         tokenizer = self._tokenizer = pool.tokenizer
+        self._codec = TokenCodec(tokenizer)
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
         self.languages = Languages.of(tokenizer)
@@ -183,6 +185,11 @@ class Tokenizer:
         if len(text) > SHORT_CHARACTERS:
             request_context.current().encoded_tokens += found if isinstance(found, int) else len(found)
         return found
+
+    @property
+    def codec(self) -> TokenCodec:
+        """What gives the texts of tokens at once; of a few of them, or beside the event loop."""
+        return self._codec
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included; of no token that is not there."""
