@@ -8,12 +8,16 @@ from funitel.proto.extras import requiring
 from funitel.router.core.grammar import Grammar
 
 with requiring("server", "funitel.llm"):
+    from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from funitel.llm.llm import LLM
     from funitel.llm.outputs import CompletionOutput, Logprob, RequestOutput
     from funitel.llm.sampling import SamplingParams
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "FunitelError",
     "Grammar",
