@@ -70,9 +70,7 @@ def test_the_beams_are_those_of_transformers(
         beam_width=width, max_tokens=MAX_TOKENS, length_penalty=length_penalty, early_stopping=early_stopping
     )
     for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
-        wanted = expected(
-            oracle, prompt, num_beams=width, length_penalty=length_penalty, early_stopping=early_stopping
-        )
+        wanted = expected(oracle, prompt, num_beams=width, length_penalty=length_penalty, early_stopping=early_stopping)
         assert [each.tokens for each in output.sequences] == [tokens for tokens, _ in wanted]
         assert [each.score for each in output.sequences] == pytest.approx([score for _, score in wanted], abs=1e-4)
 

@@ -16,7 +16,7 @@ from funitel.router.core.beam_search import BeamParams, EarlyStopping, Hypothesi
 from funitel.router.core.request import Limits, Request
 from funitel.router.engine.engine import Engine
 from funitel.router.serving.beam_request import MAX_LENGTH_PENALTY, needed_blocks, searched
-from funitel.router.text.token_codec import TokenCodec
+from funitel.router.text.tokenizer import TokenCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ class ModelRunner:
                 states.copy(row.start.state_from, row.start.state_slot)
 
     def check_copies(self, copies: Sequence[BlockCopy]) -> None:
-        """Raise InvalidRequest for a copy of a block to another, or to and from the host's memory, that cannot be made."""
+        """Raise InvalidRequest for a copy to another block, or to or from the host's memory, that cannot be made."""
         slotted = [copy for copy in copies if copy.to_block is None]
         if slotted and self.host is None:
             raise InvalidRequest(f"{len(slotted)} copies of blocks: this shard keeps none in the host's memory")

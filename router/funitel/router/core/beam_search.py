@@ -178,7 +178,8 @@ class BeamSearch:
             return True
         is_longest = params.early_stopping == "never" and params.length_penalty > 0.0
         best_length = params.max_new_tokens if is_longest else length
-        return self.beams[0].sum_logprobs / best_length**params.length_penalty <= self._ended[-1].score
+        best_score: float = self.beams[0].sum_logprobs / best_length**params.length_penalty
+        return best_score <= self._ended[-1].score
 
     def hypotheses(self) -> list[Hypothesis]:
         """The best completions, best first, once it is over."""

@@ -65,7 +65,9 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     limits = replace(
         _limits(settings, smallest, is_chunked, num_blocks * block_size),
         block_size=block_size,
-        max_beams=_max_beams(settings, state_slots) if is_chunked and Capability.BLOCK_FORKS in replica.capabilities else 0,
+        max_beams=_max_beams(settings, state_slots)
+        if is_chunked and Capability.BLOCK_FORKS in replica.capabilities
+        else 0,
         eos_token_ids=replica.info.eos_token_ids,
     )
     policy = SchedulerPolicy(

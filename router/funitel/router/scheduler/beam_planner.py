@@ -1,10 +1,10 @@
 """Beam planning: the beams of a search as rows of one step each, over shared blocks with copy-on-write. Pure.
 
 A sequence that searches computes its prompt as any other does. From then on it is a running sequence that computes
-nothing itself, and holds the blocks and states of its beams. Of each step its beams are rows of their own, which begin
-behind all but their last token and end with the step, after which the shards drop them; what they bring is not their token but the likeliest ones, of
-which the search chooses. A beam that goes on keeps its blocks. One that goes on twice shares its full blocks, and the
-last one, partly filled, is copied; with it the state of a model with recurrent layers.
+nothing itself, and holds the blocks and states of its beams. In each step its beams are rows of their own, which begin
+behind all but their last token and end with the step; the shards drop them then. What they bring is not their token but
+the likeliest ones, of which the search chooses. A beam that goes on keeps its blocks. One that goes on twice shares its
+full blocks, and the last one, partly filled, is copied; with it the state of a model with recurrent layers.
 """
 
 from collections.abc import Mapping

@@ -145,7 +145,7 @@ class PrefillPlanner:
         return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix.blocks)
 
     def needed_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Count the blocks to be free for a sequence to enter: those missing, and one for each beam of its next step."""
+        """Count the blocks to be free for a sequence to enter: those missing, and one for each of its beams."""
         beams = 0 if sequence.beams is None else sequence.beams.params.width
         return self.missing_blocks(sequence, prefix) + beams
 

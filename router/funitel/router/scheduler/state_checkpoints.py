@@ -81,7 +81,7 @@ class StateCheckpoints:
             sequence.state = None
 
     def hand_over(self, sequence: Sequence) -> int:
-        """Take the slot of a sequence's state away from it, to be released by whoever has it then."""
+        """Take the slot of a sequence's state away from it; it is released with those of its beams."""
         row = sequence.state
         assert row is not None, "it has no slot"
         self.forget_saves(sequence)

@@ -1,14 +1,14 @@
 """Beam search of a request: what it may not be asked for with, and whether its beams fit. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from funitel.proto.step import SamplingParams
-from funitel.router.core.beam_search import BeamParams, EarlyStopping
+from funitel.router.core.beam_search import BeamParams
 from funitel.router.core.request import Limits, Request
-from funitel.router.serving.sampling_request import GREEDY, BrokenRule, SamplingRequest
+from funitel.router.serving.sampling_request import GREEDY, BeamRequest, BrokenRule, SamplingRequest
 from funitel.router.settings import RouterSettings
-from funitel.router.text.token_codec import TokenCodec
+from funitel.router.text.tokenizer import TokenCodec
 
 MAX_LENGTH_PENALTY = 100.0  # either way: beyond it, and with long texts, scores are no numbers
 
@@ -37,17 +37,6 @@ _EXCLUDED = (
     "allowed_token_ids",
     "bad_words",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamRequest:
-    """A beam search as a client asks for it; `width_field` is the field of `SamplingRequest` that has the width."""
-
-    width: int
-    num_returned: int
-    width_field: str
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
 
 
 def check_beams(sampling: SamplingRequest, limits: Limits, settings: RouterSettings, *, stream: bool) -> None:
@@ -87,11 +76,8 @@ def without_sampling(sampling: SamplingRequest) -> SamplingRequest:
     return replace(sampling, do_sample=False, best_of=None, seed=None, **GREEDY)
 
 
-def with_beams(request: Request, sampling: SamplingRequest, limits: Limits, codec: TokenCodec) -> Request:
-    """The request with its beam search, if one is asked for; raises BrokenRule where its beams can never fit."""
-    asked = sampling.beams
-    if asked is None:
-        return request
+def with_beams(request: Request, asked: BeamRequest, limits: Limits, codec: TokenCodec) -> Request:
+    """The request with its beam search; raises BrokenRule where its beams can never fit."""
     num_prompt, max_new_tokens = len(request.input_ids), request.stopping.max_new_tokens
     needed = needed_blocks(num_prompt, max_new_tokens, asked.width, limits.block_size) * limits.block_size
     if needed > limits.pool_tokens:
@@ -122,7 +108,7 @@ def searched(request: Request, params: BeamParams) -> Request:
 
 
 def needed_blocks(num_prompt: int, max_new_tokens: int, width: int, block_size: int) -> int:
-    """Blocks that a beam search may come to need, and those that it is let in with; full ones of the prompt are shared."""
+    """Blocks that a beam search may come to need, or enters with if these are more; beams share those of the prompt."""
     num_shared = num_prompt // block_size
     num_whole = -(-(num_prompt + max_new_tokens - 1) // block_size)
     num_entering = -(-num_prompt // block_size) + width

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from funitel.proto.errors import InvalidRequest, TemplateError
 from funitel.router.core import request_context
 from funitel.router.text.control_text import ControlText, RenderedChat, Spans
@@ -16,7 +18,6 @@ from funitel.router.text.languages import Languages
 from funitel.router.text.model_files import ModelFiles
 from funitel.router.text.template_renderer import TemplateRenderer, TemplateTexts
 from funitel.router.text.token_bound import TokenBound
-from funitel.router.text.token_codec import TokenCodec
 
 NO_TEMPLATE = "template not found: the model has no chat template"
 
@@ -38,6 +39,23 @@ class TooManyTokens(Exception):
 def word_forms(word: str) -> tuple[str, str]:
     """A word at the beginning of a text, and behind a space: most vocabularies have other tokens there."""
     return word.lstrip(), " " + word.lstrip()
+
+
+class TokenCodec:
+    """A tokenizer's decoding, as the shards decode."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included; incomplete characters become U+FFFD."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def special_text(self, token_id: int) -> str | None:
+        """Content of a special token, None for ordinary ones."""
+        return self._special.get(token_id)
 
 
 class Tokenizer:

@@ -1,31 +1,10 @@
-"""The texts of tokens: of beams while they are searched, and of the completions that a search returns."""
-
-from collections.abc import Sequence
-
-import tokenizers
+"""The texts of the completions that a beam search returns, as the shards make those of any other."""
 
 from funitel.proto.detokenizer import Codec, Detokenizer, StopMatcher
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
 from funitel.router.core.beam_group import BeamEnding
 from funitel.router.core.beam_search import Hypothesis
 from funitel.router.core.request import Request
-
-
-class TokenCodec:
-    """A tokenizer's decoding, as the shards decode."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included; incomplete characters become U+FFFD."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def special_text(self, token_id: int) -> str | None:
-        """Content of a special token, None for ordinary ones."""
-        return self._special.get(token_id)
 
 
 def completions_of(ending: BeamEnding, request: Request, codec: Codec) -> list[list[Generation]]:
@@ -55,9 +34,7 @@ def _first(top: Tokens, count: int) -> Tokens:
     return Tokens(top.ids[:count], top.logprobs[:count], top.texts[:count], top.is_special[:count])
 
 
-def _finished(
-    hypothesis: Hypothesis, request: Request, codec: Codec, text: str, last_piece: str
-) -> GeneratedText:
+def _finished(hypothesis: Hypothesis, request: Request, codec: Codec, text: str, last_piece: str) -> GeneratedText:
     """How a completion ended, as a shard says it: a stop that ended it ends its text."""
     count, reason, last = len(hypothesis.ids), hypothesis.finish_reason, hypothesis.ids[-1]
     match = StopMatcher(request.stopping.stop_sequences).search(text, codec.special_text(last))
