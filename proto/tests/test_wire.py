@@ -200,6 +200,7 @@ INFOS = st.builds(
     sharded_weight_bytes=U64,
     total_sharded_weight_bytes=U64,
     num_opening_tokens=U32,
+    eos_token_ids=st.frozensets(U32, max_size=3),
 )
 COPIES = st.builds(BlockCopy, U32, U32, st.booleans())
 LIMITS = st.builds(

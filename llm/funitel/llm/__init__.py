@@ -9,6 +9,7 @@ from funitel.router.core.grammar import Grammar
 
 with requiring("server", "funitel.llm"):
     from funitel.llm.async_llm import AsyncLLM
+    from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from funitel.llm.handle import RequestHandle
     from funitel.llm.llm import LLM
     from funitel.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -18,6 +19,9 @@ with requiring("server", "funitel.llm"):
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "FunitelError",
     "Grammar",

@@ -146,6 +146,4 @@ class AsyncLLM:
         """Wait until a request, or every one, has ended or is paused; whether it is so within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         handles = self.handles if handle is None else [handle]
-        return all(
-            each.sync(None if deadline is None else max(0.0, deadline - time.monotonic())) for each in handles
-        )
+        return all(each.sync(None if deadline is None else max(0.0, deadline - time.monotonic())) for each in handles)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
+from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, beam_requests, search_beams
 from funitel.llm.calls import CompletionJob, run_jobs
 from funitel.llm.handle import RequestHandle, StartedRequest
 from funitel.llm.loaded import LoadedModel
@@ -178,6 +179,24 @@ class LLM:
         engine = self._model.engine
         self._model.loop.post(lambda: started.begin(engine))
         return handle
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search the likeliest completions of one prompt or several, `beam_width` of each.
+
+        Args:
+            prompts: a text, token ids, or a list of these.
+            params: how beams are searched.
+
+        Returns:
+            One output for each prompt, in their order, with its completions, best first.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is invalid; the message names it, and nothing was computed.
+            FunitelError: a step failed, or the LLM was closed.
+        """
+        model = self._model
+        requests = beam_requests(self._encoder.prompts(prompts), params, model.limits)
+        return model.loop.run(search_beams(model.engine, requests, self._encoder.tokenizer))
 
     def close(self) -> None:
         """Cancel the calls of other threads and free the memory; idempotent."""

@@ -43,6 +43,11 @@ class PromptEncoder:
         self._template = _template(texts)
         self._vocab_size = vocab_size
 
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The model's."""
+        return self._tokenizer
+
     def prompts(self, given: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
         """Encode one prompt or several; texts get the special tokens the model's tokenizer adds.
 

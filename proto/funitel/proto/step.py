@@ -384,6 +384,7 @@ class ShardInfo:
     num_opening_tokens: int = 0  # tokens that the shard appends to every prompt for a decoder, each in a KV slot
     max_lora_rank: int = 0  # of adapters that can be loaded; 0: the model takes none
     drafter: str = ""  # what makes draft tokens, for example ngram; empty: nothing does
+    eos_token_ids: frozenset[int] = frozenset()  # end a completion, unless it ignores them
 
 
 @dataclass(frozen=True, slots=True)

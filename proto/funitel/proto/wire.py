@@ -367,13 +367,15 @@ def _decode_top(message: pb.Generation) -> PromptTop:
 def encode_info(info: ShardInfo) -> pb.InfoResponse:
     """Build the InfoResponse."""
     encoder = None if info.encoder is None else encoder_wire.encode_facts(info.encoder)
-    return to_message(pb.InfoResponse, info, capabilities=sorted(info.capabilities), encoder=encoder)
+    names, ends = sorted(info.capabilities), sorted(info.eos_token_ids)
+    return to_message(pb.InfoResponse, info, capabilities=names, encoder=encoder, eos_token_ids=ends)
 
 
 def decode_info(message: pb.InfoResponse) -> ShardInfo:
     """Read an InfoResponse."""
     encoder = encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None
-    return from_message(ShardInfo, message, capabilities=frozenset(message.capabilities), encoder=encoder)
+    names, ends = frozenset(message.capabilities), frozenset(message.eos_token_ids)
+    return from_message(ShardInfo, message, capabilities=names, encoder=encoder, eos_token_ids=ends)
 
 
 def encode_warmup(batch: pb.Batch, limits: WarmupLimits) -> pb.WarmupRequest:

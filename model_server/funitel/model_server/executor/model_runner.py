@@ -100,13 +100,20 @@ class ModelRunner:
                 states.copy(row.start.state_from, row.start.state_slot)
 
     def check_copies(self, copies: Sequence[BlockCopy]) -> None:
-        """Raise InvalidRequest for a copy between blocks and the host's memory that cannot be made."""
-        if copies and self.host is None:
-            raise InvalidRequest(f"{len(copies)} copies of blocks: this shard keeps none in the host's memory")
+        """Raise InvalidRequest for a copy to another block, or to or from the host's memory, that cannot be made."""
+        slotted = [copy for copy in copies if copy.to_block is None]
+        if slotted and self.host is None:
+            raise InvalidRequest(f"{len(slotted)} copies of blocks: this shard keeps none in the host's memory")
         if self.host is not None:
-            self.host.check(copies)
+            self.host.check(slotted)
+        for copy in copies:
+            if copy.to_block is not None:
+                self.pool.check_copy(copy.block, copy.to_block)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Make copies that were checked."""
-        if self.host is not None:
-            self.host.carry_out(copies)
+        """Make copies that were checked, in their order."""
+        for copy in copies:
+            if copy.to_block is not None:
+                self.pool.copy(copy.block, copy.to_block)
+            elif self.host is not None:
+                self.host.carry_out(copy)

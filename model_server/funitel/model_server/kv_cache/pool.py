@@ -84,6 +84,18 @@ class KVCache:
         """Store keys of a layer's indexer, [num_tokens, 1, index_dim]."""
         _put(self.index_keys[layer], slots, keys)
 
+    def check_copy(self, source: int, target: int) -> None:
+        """Raise InvalidRequest unless a sequence's block can be copied to another one."""
+        if not (0 < source < self.num_blocks and 0 < target < self.num_blocks) or source == target:
+            raise InvalidRequest(
+                f"block {source} cannot be copied to block {target}: they must be two of the blocks "
+                f"1..{self.num_blocks - 1} of the pool"
+            )
+
+    def copy(self, source: int, target: int) -> None:
+        """Enqueue the copy of a block, all layers of it, behind what computes and before what is launched next."""
+        self.pool[target].copy_(self.pool[source], non_blocking=True)
+
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""
         places = upload(np.array(blocks, dtype=np.int64), self.pool.device)
@@ -133,6 +145,10 @@ class Pools(Protocol):
     def state_layout(self) -> StateLayout | None:
         """What the model keeps of a sequence besides, if it does."""
 
+    @property
+    def has_parted_blocks(self) -> bool:
+        """Whether a block holds what its own tokens are, and nothing of its sequence as a whole."""
+
     def make(self, num_blocks: int) -> KVCache:
         """A pool of zeros, without states."""
 
@@ -147,6 +163,7 @@ class SpecPools:
     dtype: torch.dtype
     device: torch.device
     state_layout: StateLayout | None = None
+    has_parted_blocks: bool = True
 
     @property
     def bytes_per_block(self) -> int:
@@ -189,11 +206,10 @@ class HostBlocks:
                     f"and {num_slots} slots of the host"
                 )
 
-    def carry_out(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue the copies, in their order, behind what computes and before what is launched next."""
-        for copy in copies:
-            there, here = self._slots[copy.slot], self._cache.pool[copy.block]
-            if copy.is_load:
-                here.copy_(there, non_blocking=True)
-            else:
-                there.copy_(here, non_blocking=True)
+    def carry_out(self, copy: BlockCopy) -> None:
+        """Enqueue a copy behind what computes and before what is launched next."""
+        there, here = self._slots[copy.slot], self._cache.pool[copy.block]
+        if copy.is_load:
+            here.copy_(there, non_blocking=True)
+        else:
+            there.copy_(here, non_blocking=True)

@@ -180,15 +180,27 @@ def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorPar
 
 
 def info_of(
-    settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded, vocab_size: int, *, keeps_states: bool
+    settings: ModelServerSettings,
+    options: ExecutorOptions,
+    loaded: Loaded,
+    vocab_size: int,
+    *,
+    keeps_states: bool,
+    has_parted_blocks: bool,
 ) -> ShardInfo:
-    """The facts this rank tells the router; `keeps_states`: of sequences, beside what is in blocks."""
+    """The facts this rank tells the router.
+
+    `keeps_states`: of sequences, beside what is in blocks. `has_parted_blocks`: a block holds what its own tokens are,
+    and nothing of its sequence as a whole, so that sequences can share it.
+    """
     max_lora_rank = settings.max_lora_rank if loaded.adapters is not None else 0
     rare = {Capability.FIRST_TOKEN}  # see load_seq2seq
     if not (keeps_states and settings.prefix_caching):
         rare.add(Capability.STATE_SLOTS)
     if not max_lora_rank:
         rare.add(Capability.ADAPTERS)
+    if not has_parted_blocks or (keeps_states and not settings.prefix_caching):
+        rare.add(Capability.BLOCK_FORKS)
     return ShardInfo(
         dtype=loaded.precision,
         device_type=options.device.type,
@@ -204,6 +216,7 @@ def info_of(
         total_sharded_weight_bytes=loaded.footprint.total_sharded_bytes,
         vocab_size=vocab_size,
         max_lora_rank=max_lora_rank,
+        eos_token_ids=options.eos_token_ids,
     )
 
 

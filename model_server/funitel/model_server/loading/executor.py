@@ -51,7 +51,14 @@ def make_executor(
     executor = Executor(
         spec, loaded.decoder, pools, codec, parallel, options, sampling, rules, adapters=adapters, speculator=speculator
     )
-    info = info_of(settings, options, loaded, spec.vocab_size, keeps_states=pools.state_layout is not None)
+    info = info_of(
+        settings,
+        options,
+        loaded,
+        spec.vocab_size,
+        keeps_states=pools.state_layout is not None,
+        has_parted_blocks=pools.has_parted_blocks and rules is None,
+    )
     if speculator is None:
         return executor, replace(info, capabilities=info.capabilities - {Capability.SPECULATION})
     return executor, replace(info, speculate=speculator.max_drafts, drafter=speculator.drafter.name)

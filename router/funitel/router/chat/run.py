@@ -14,7 +14,15 @@ from funitel.router.chat.prompt import ChatPrompt, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import NO_NAMES, GenerationJob, Prompt, check_prompt_scores, prepare
-from funitel.router.serving.run import Answer, answer_headers, collect_all, stream_all, stream_headers, summed_headers
+from funitel.router.serving.run import (
+    Answer,
+    answer_headers,
+    collect_all,
+    completed,
+    stream_all,
+    stream_headers,
+    summed_headers,
+)
 from funitel.router.serving.service import Service
 
 _TOOL_GRAMMAR = "tools.parameters"  # the field at fault where a grammar made of tools cannot be kept
@@ -45,7 +53,7 @@ class PreparedChat:
 
         Leaving early cancels all. An error that ends one choice, or one of `take`, ends all and is raised.
         """
-        choices = self.choices = self._choices()
+        choices = self.choices = [self._choice(job) for job in self.jobs]
 
         def feed(index: int, generation: Generation) -> None:
             for part in choices[index].feed(generation):
@@ -61,23 +69,23 @@ class PreparedChat:
         """Generate every choice; return them in order, and the response headers."""
         answers = await collect_all(self.jobs)
         self.first = answers[0].generations[0]
-        whole = [_assembled(choice, answer) for choice, answer in zip(self._choices(), answers, strict=True)]
+        each = [
+            (job, found) for job, answer in zip(self.jobs, answers, strict=True) for found in completed(job, answer)
+        ]
+        whole = [_assembled(self._choice(job), answer) for job, answer in each]
         if len(self.jobs) == 1:
             return whole, answer_headers(self.jobs[0], answers[0])
         return whole, summed_headers(self.jobs, answers)
 
-    def _choices(self) -> list[Choice]:
+    def _choice(self, job: GenerationJob) -> Choice:
         call = self.call
-        return [
-            Choice(
-                job,
-                self.prompt,
-                top_logprobs=call.sampling.top_n_tokens,
-                parallel_calls=call.allows_several_calls,
-                wants_token_ids=call.wants_token_ids,
-            )
-            for job in self.jobs
-        ]
+        return Choice(
+            job,
+            self.prompt,
+            top_logprobs=call.sampling.top_n_tokens,
+            parallel_calls=call.allows_several_calls,
+            wants_token_ids=call.wants_token_ids,
+        )
 
 
 def _assembled(choice: Choice, answer: Answer) -> ChatAnswer:

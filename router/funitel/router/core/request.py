@@ -5,6 +5,8 @@ from array import array
 from dataclasses import dataclass, field, replace
 
 from funitel.proto.step import SamplingParams, StateSave, StoppingParams
+from funitel.router.core.beam_group import BeamGroup
+from funitel.router.core.beam_search import BeamParams
 
 DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
 MAX_PRIORITY = 100  # and -100 is the least
@@ -28,12 +30,16 @@ class Limits:
     """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the size of the pool in tokens.
 
     `max_speculate` is the maximum of draft tokens in a step of a request; 0: nothing makes drafts.
+    `max_beams` of a beam search; 0 where there is none. `eos_token_ids` end a completion.
     """
 
     max_input_tokens: int
     max_total_tokens: int
     pool_tokens: int
     max_speculate: int = 0
+    block_size: int = 1  # tokens that the pool is shared out by
+    max_beams: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Request:
     prefill_logprobs: bool = False
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     top_n_tokens: int = 0
+    beams: BeamParams | None = None  # it is searched, not sampled
     inputs: str = ""
     add_special_tokens: bool = True
     shows_special: bool = False  # special tokens are part of the text
@@ -110,11 +117,17 @@ class Sequence:
     num_plain_steps: int = 0  # in which it certainly computes a token, needs no block and does not end
     num_opening: int = 0  # tokens that the shards add after the prompt
     state: StateRow | None = None  # while it runs, of a model with recurrent layers
+    beams: BeamGroup | None = field(init=False, default=None)  # while it searches they have its tokens
     num_prompt: int = field(init=False)  # tokens before the completion
+    max_known: int = field(init=False)  # tokens that it ends with; of a search those that it has a row of its own for
     _block_keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.input_ids) + self.num_opening
+        self.max_known = self.num_prompt + self.request.stopping.max_new_tokens
+        if self.request.beams is not None:
+            self.beams = BeamGroup(self.request.beams)
+            self.max_known = self.num_prompt + 1
 
     @property
     def num_known(self) -> int:
@@ -125,6 +138,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens without computed KV; one while decoding, more after a forced span."""
         return self.num_prompt + len(self.output_ids) - self.num_computed
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether beams are rows in its place, and its own has ended with its prompt."""
+        return self.beams is not None and bool(self.beams.tables)
 
     def ahead(self) -> tuple[int, int]:
         """Return the tokens computed after all steps in flight, and those that the next step may compute.
@@ -137,15 +155,14 @@ class Sequence:
         for count in self.in_flight:
             computed += count
             known += computed == known
-        is_ending = known >= self.num_prompt + self.request.stopping.max_new_tokens
-        return computed, 0 if is_ending else known - computed
+        return computed, 0 if known >= self.max_known else known - computed
 
     def most_ahead(self, computed: int, num_steps: int = 0) -> int:
         """Return the tokens computed after all steps in flight and `num_steps` more, if all drafts are accepted.
 
         `computed` are those after these steps if none is. The last token of a sequence is never computed.
         """
-        last = self.num_prompt + self.request.stopping.max_new_tokens - 1
+        last = self.max_known - 1
         most = computed + self.request.speculate * (len(self.in_flight) + num_steps)
         return max(computed, min(most, last))
 
@@ -165,6 +182,7 @@ class Sequence:
         repeated = self.num_repeated + self.num_computed
         return replace(
             self,
+            output_ids=[] if self.beams is not None else self.output_ids,
             blocks=[],
             in_flight=[],
             num_computed=0,

@@ -23,7 +23,8 @@ class StepTraces:
                 trace.enter(running[start.request_id].num_known - start.cache_len, start.cache_len)
         spans = []
         for sequence_id, num_tokens in plan.computed.items():
-            trace = self._streams[sequence_id].trace
+            stream = self._streams.get(sequence_id)  # a row of a beam has none
+            trace = None if stream is None else stream.trace
             if trace is not None and (span := trace.send(num_tokens, self._decode_tokens)) is not None:
                 spans.append(span)
         return spans

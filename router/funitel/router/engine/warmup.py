@@ -19,6 +19,7 @@ from funitel.router.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 MAX_ON_THE_WIRE = 2**32 - 1
+MAX_BEAMS = 128  # of one search: as many answers as OpenAI's requests can ask for
 WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 
@@ -60,9 +61,16 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     smallest = min(results, key=_triple)
     # A plain peer's pool counts block 0, which must stay unused.
     num_blocks = (smallest.pool_tokens or 0) // block_size - (1 if is_plain else 0)
-    limits = _limits(settings, smallest, is_chunked, num_blocks * block_size)
-    if not is_plain and Capability.SPECULATION in replica.capabilities:
-        limits = replace(limits, max_speculate=min(info.speculate for info in replica.infos))
+    state_slots = min(result.state_slots for result in results)
+    speculates = not is_plain and Capability.SPECULATION in replica.capabilities
+    forks = is_chunked and Capability.BLOCK_FORKS in replica.capabilities
+    limits = replace(
+        _limits(settings, smallest, is_chunked, num_blocks * block_size),
+        block_size=block_size,
+        max_speculate=min(info.speculate for info in replica.infos) if speculates else 0,
+        max_beams=_max_beams(settings, state_slots) if forks else 0,
+        eos_token_ids=replica.info.eos_token_ids,
+    )
     policy = SchedulerPolicy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
@@ -82,7 +90,6 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
     host_blocks = min(result.host_blocks for result in results)
-    state_slots = min(result.state_slots for result in results)
     scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, host_blocks, state_slots))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
@@ -120,6 +127,11 @@ async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupRes
         max_batch_size=min(max_running, settings.max_concurrent_requests, MAX_ON_THE_WIRE),
     )
     return await replica.warmup(sequences, limits)
+
+
+def _max_beams(settings: RouterSettings, state_slots: int) -> int:
+    """Beams that can be in one step; each has a slot of the state pool where there is one."""
+    return min(MAX_BEAMS, settings.max_batch_size or MAX_BEAMS, state_slots or MAX_BEAMS)
 
 
 def _triple(result: WarmupResult) -> tuple[int, int, int]:

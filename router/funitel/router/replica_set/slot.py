@@ -27,6 +27,7 @@ _ALIKE = (
     "num_opening_tokens",
     "max_lora_rank",
     "speculate",
+    "eos_token_ids",
 )
 
 
@@ -84,6 +85,9 @@ def smallest_limits(limits: Seq[Limits]) -> Limits:
         max_total_tokens=min(each.max_total_tokens for each in limits),
         pool_tokens=min(each.pool_tokens for each in limits),
         max_speculate=min(each.max_speculate for each in limits),
+        block_size=limits[0].block_size,
+        max_beams=min(each.max_beams for each in limits),
+        eos_token_ids=limits[0].eos_token_ids,
     )
 
 
@@ -100,4 +104,4 @@ def check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:
 
 
 def _shown(value: object) -> str:
-    return ",".join(sorted(value)) or "none" if isinstance(value, frozenset) else str(value)
+    return ",".join(sorted(map(str, value))) or "none" if isinstance(value, frozenset) else str(value)

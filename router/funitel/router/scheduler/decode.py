@@ -26,6 +26,7 @@ class DecodePart:
     with_pending: list[Sequence] = field(default_factory=list)  # have more to compute
     load: StepLoad = field(default_factory=StepLoad)
     spare_blocks: int | None = None  # that no sequence must have; None: not counted yet
+    num_reserved: int = 0  # blocks that drafts leave free
 
 
 class RunningSet:
@@ -33,6 +34,7 @@ class RunningSet:
 
     def __init__(self, blocks: BlockPool, shares: FairShares, checkpoints: StateCheckpoints | None) -> None:
         self.by_id: dict[int, Sequence] = {}
+        self.searching: dict[int, Sequence] = {}  # with beams, which are rows in its place
         self._blocks = blocks
         self._checkpoints = checkpoints
         self._shares = shares
@@ -62,7 +64,17 @@ class RunningSet:
         sequence.blocks.clear()
         if self._checkpoints is not None:
             self._checkpoints.leave(sequence)
+        if sequence.beams is not None:
+            self.searching.pop(sequence.id, None)
+            slots = sequence.beams.restart()
+            if self._checkpoints is not None:
+                self._checkpoints.release(slots)
         return True
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a step may have of them."""
+        return len(self.by_id) + sum(beams.params.width - 1 for s in self._not_plain.values() if (beams := s.beams))
 
     def forget_steps(self) -> None:
         """No step is in flight any more, and what those did is not taken into account."""
@@ -95,12 +107,13 @@ class RunningSet:
             for sequence in self._not_plain.values()
         )
 
-    def decode(self, *, holds_background: bool = False) -> DecodePart:
+    def decode(self, *, holds_background: bool = False, num_reserved: int = 0) -> DecodePart:
         """Let every decoding sequence compute a token in the next step, and grant all of them the blocks they need.
 
         One that ends with a step in flight computes nothing, and with `holds_background` those of batches do not.
+        Drafts leave `num_reserved` blocks free.
         """
-        part = DecodePart()
+        part = DecodePart(num_reserved=num_reserved)
         computed = part.computed
         num_plain = context = 0
         charged: Counter[bytes] = Counter()
@@ -151,8 +164,7 @@ class RunningSet:
 
         With this step it has computed at most so many tokens.
         """
-        last = sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
-        end = min(last, len(sequence.blocks) * self._blocks.block_size)
+        end = min(sequence.max_known - 1, len(sequence.blocks) * self._blocks.block_size)
         if self._checkpoints is not None:
             end = min(end, self._checkpoints.next_due(computed) - 1)
         num_steps = (end - computed) // (1 + sequence.request.speculate)
@@ -168,7 +180,7 @@ class RunningSet:
         Returns the most tokens that are computed with it, and the blocks.
         """
         if part.spare_blocks is None:
-            part.spare_blocks = self._blocks.num_free - self.missing_blocks()
+            part.spare_blocks = self._blocks.num_free - self.missing_blocks() - part.num_reserved
         granted = self._grant(sequence, self._reach(sequence, begun) + pending)
         wanted = sequence.most_ahead(begun + pending, 1)
         missing = self._blocks.blocks_for(wanted) - len(sequence.blocks)

@@ -1,8 +1,10 @@
 """The policy of scheduling, and the plan of a step. Pure."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from funitel.proto.step import BlockCopy, RowUpdate, SequenceStart
+from funitel.router.core.request import Sequence
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
 
 
@@ -21,6 +23,22 @@ class SchedulerPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamStep:
+    """What searching sequences compute in a step: rows that begin and end with it, by sequence in order of its beams.
+
+    `copies` are of blocks to blocks, behind those of the plan.
+    """
+
+    starts: tuple[SequenceStart, ...]
+    copies: tuple[BlockCopy, ...]
+    rows: tuple[tuple[Sequence, tuple[int, ...]], ...]
+
+    def without_answer(self, given: Container[int]) -> int | None:
+        """A row that is due the likeliest tokens and is not among the `given` ids."""
+        return next((start.request_id for start in self.starts if start.request_id not in given), None)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: sequences that enter the shard, decisions about running rows, tokens computed per sequence.
 
@@ -34,11 +52,12 @@ class StepPlan:
     is_alone: bool = False
     copies: tuple[BlockCopy, ...] = ()  # between the pool and the host tier, before anything is computed
     predicted_seconds: float = 0.0  # 0 where nothing was learnt yet
+    beams: BeamStep | None = None
 
     @property
     def method(self) -> str:
         """The name of its call on the wire, in lower case."""
-        return "prefill" if self.starts else "decode"
+        return "prefill" if self.starts or self.beams is not None else "decode"
 
     @property
     def num_tokens(self) -> int:

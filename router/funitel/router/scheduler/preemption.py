@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from funitel.router.core.request import Sequence, is_background
-from funitel.router.scheduler.prefill import PrefillPlanner
+from funitel.router.scheduler.prefill import PrefillPlanner, num_rows
 from funitel.router.scheduler.waiting_queue import FairShares
 
 
@@ -26,10 +26,10 @@ class PreemptionPolicy:
         if found is None:
             return None
         waiting, prefix = found
-        if not self._prefill.has_slots():
+        if not self._prefill.has_slots(num_rows(waiting)):
             taken = Counter(sequence.request.key for sequence in self._running.values())
             return self._victim_for(waiting, 1, taken, dict.fromkeys(self._running, 1))
-        needed = self._prefill.missing_blocks(waiting, prefix)
+        needed = self._prefill.needed_blocks(waiting, prefix)
         if not self._prefill.has_blocks(needed, prefix):
             sizes = {sequence.id: len(sequence.blocks) for sequence in self._running.values()}
             return self._victim_for(waiting, needed, self._blocks_held(), sizes)

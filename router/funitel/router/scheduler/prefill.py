@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from funitel.proto.step import SequenceStart, StateSave
+from funitel.proto.step import SequenceStart, StateSave, StoppingParams
 from funitel.router.core.request import Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import ChunkBudget
@@ -40,6 +40,11 @@ class Prefix:
     def __len__(self) -> int:
         """Count the blocks that need not be computed."""
         return len(self.blocks) + len(self.keys)
+
+
+def num_rows(sequence: Sequence) -> int:
+    """Rows that a step may have of a sequence: its beams."""
+    return 1 if sequence.beams is None else sequence.beams.params.width
 
 
 class PrefillPlanner:
@@ -123,7 +128,7 @@ class PrefillPlanner:
         whole = min(sequence.num_known - len(prefix) * self._block_size, self._policy.max_batch_prefill_tokens)
         if count < (1 if self._policy.is_chunked else whole):
             return False
-        return self.has_slots() and self.has_blocks(self.missing_blocks(sequence, prefix), prefix)
+        return self.has_slots(num_rows(sequence)) and self.has_blocks(self.needed_blocks(sequence, prefix), prefix)
 
     def all_fit(self, sequences: Collection[Sequence]) -> bool:
         """Whether so many waiting sequences, and one more, may all run beside those that do."""
@@ -133,13 +138,18 @@ class PrefillPlanner:
     def has_slots(self, count: int = 1) -> bool:
         """Whether so many more sequences may run."""
         bounds = (self._policy.max_batch_size, self._bisector.max_sequences)
-        is_within = all(bound is None or len(self._running.by_id) + count <= bound for bound in bounds)
+        is_within = all(bound is None or self._running.num_rows + count <= bound for bound in bounds)
         return is_within and (self._checkpoints is None or self._checkpoints.has_slots(count))
 
     def has_blocks(self, needed: int, prefix: Prefix) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for running sequences."""
         reserved = min(len(self._running.by_id), ceil(self._blocks.num_blocks * MAX_RESERVED))
         return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix.blocks)
+
+    def needed_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Count the blocks to be free for a sequence to enter: those missing, and one for each of its beams."""
+        beams = 0 if sequence.beams is None else sequence.beams.params.width
+        return self.missing_blocks(sequence, prefix) + beams
 
     def missing_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
         """Count the blocks a sequence needs on entry beside those of its prefix; the host tier's need some too."""
@@ -166,11 +176,17 @@ class PrefillPlanner:
         sequence.was_started = True
         if self._checkpoints is not None:
             self._checkpoints.enter(sequence, prefix.num_matched)
+            if sequence.beams is not None:
+                sequence.beams.spare_slots = self._checkpoints.reserve(num_rows(sequence) - 1)
         self._running.enter(sequence)
 
     def to_start(self, sequence: Sequence, count: int) -> SequenceStart:
         """Describe to the shard how a sequence enters to compute `count` tokens."""
         request, size = sequence.request, self._block_size
+        stopping, top_n_tokens = request.stopping, request.top_n_tokens
+        if request.beams is not None:  # a row of one token, which tells the likeliest ones
+            stopping = StoppingParams(max_new_tokens=1, ignore_eos=True)
+            top_n_tokens = max(top_n_tokens, request.beams.num_candidates)
         is_plain = self._policy.is_plain
         num_slots = self._admission_tokens(sequence) if is_plain else 0
         state = sequence.state
@@ -180,7 +196,7 @@ class PrefillPlanner:
         return SequenceStart(
             request_id=sequence.id,
             sampling=request.sampling,
-            stopping=request.stopping,
+            stopping=stopping,
             input_ids=() if is_plain else request.input_ids,
             output_ids=tuple(sequence.output_ids),
             blocks=tuple(sequence.blocks),
@@ -189,7 +205,7 @@ class PrefillPlanner:
             chunk_len=None if is_plain else count,
             prefill_logprobs=request.prefill_logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            top_n_tokens=request.top_n_tokens,
+            top_n_tokens=top_n_tokens,
             inputs=request.inputs if is_plain else "",
             truncate=len(request.input_ids) if is_plain else 0,
             add_special_tokens=request.add_special_tokens,

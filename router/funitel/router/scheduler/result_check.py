@@ -36,7 +36,9 @@ def check_result(
     for i in plan.computed.keys() - given.keys():
         if i in running and running[i].num_pending == plan.computed[i]:
             return f"request {i} got no token"
+    if plan.beams is not None and (row := plan.beams.without_answer({i for i in given if given[i].top_tokens})):
+        return f"row {row} of a beam search got no likeliest tokens"
     for i in ended:
-        if i in running and (i not in given or given[i].finished is None):
+        if i in running and not running[i].is_searching and (i not in given or given[i].finished is None):
             return f"request {i} was dropped before its end"
     return None

@@ -16,18 +16,20 @@ by its content is published only when committed, and is full: no step writes the
 """
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from math import inf
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StateSave, StepResult
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.beam_planner import BeamPlanner
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.cost.ttft_estimate import TtftEstimator
 from funitel.router.scheduler.decode import HELD, RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
-from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
+from funitel.router.scheduler.plan import BeamStep, SchedulerPolicy, StepPlan
 from funitel.router.scheduler.preemption import PreemptionPolicy
 from funitel.router.scheduler.prefill import PrefillPlanner
 from funitel.router.scheduler.state_checkpoints import StateCheckpoints
@@ -53,6 +55,8 @@ class Scheduler:
         self._prefill = PrefillPlanner(
             policy, blocks, self.shares, self.waiting, self._running, self.bisector, self._checkpoints
         )
+        self._searching = self._running.searching
+        self._beams = BeamPlanner(blocks, self.shares, self._running, self._prefill, self._checkpoints)
         self._preemption = PreemptionPolicy(self.shares, self._prefill, self.running)
         self.ttft_estimator = TtftEstimator(self.step_time, self._prefill, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
@@ -97,12 +101,17 @@ class Scheduler:
         self._running.leave(sequence)
         sequence.num_repeated += sequence.num_computed
         sequence.num_computed = 0
+        if sequence.beams is not None:  # a search begins again
+            sequence.output_ids.clear()
         self.waiting.add(sequence)
         self.num_preempted += 1
 
     def _victim(self) -> Sequence | None:
         """Return the sequence to preempt, while blocks are missing or another key has not had its share."""
-        if self._running.missing_blocks() > self.blocks.num_free:
+        missing = self._running.missing_blocks()
+        if self._searching:
+            missing += self._beams.missing_blocks()
+        if missing > self.blocks.num_free:
             return self._preemption.victim_for_growth()
         if not self.waiting or self.policy.is_plain:
             return None
@@ -119,7 +128,9 @@ class Scheduler:
     def _mixed_step(self, *, may_enter: bool, may_hold: bool = True) -> StepPlan | None:
         """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
         holds_background = may_hold and self._holds_background(may_enter=may_enter)
-        part = self._running.decode(holds_background=holds_background)
+        num_reserved = self._beams.missing_blocks() if self._searching else 0
+        part = self._running.decode(holds_background=holds_background, num_reserved=num_reserved)
+        beams = self._beams.plan(part.load) if self._searching else None
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(
@@ -133,7 +144,7 @@ class Scheduler:
             RowUpdate(i, granted, 0) if pending == HELD else self._update(i, granted, pending, part.computed[i])
             for i, (granted, pending) in part.updates.items()
         ]
-        plan = self._plan(starts, rows, part.computed, part.load)
+        plan = self._plan(starts, rows, part.computed, part.load, beams=beams)
         if plan is None and holds_background and not self._in_flight:  # what they are held for cannot go on
             return self._mixed_step(may_enter=may_enter, may_hold=False)
         return plan
@@ -204,16 +215,19 @@ class Scheduler:
         computed: dict[int, int],
         load: StepLoad,
         is_alone: bool = False,
+        beams: BeamStep | None = None,
     ) -> StepPlan | None:
-        if not computed:
+        if not computed and beams is None:
             return None
         predicted = self.step_time.seconds(load)
         copies = self.blocks.host.take_copies() if self.blocks.host.num_slots else ()
-        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted)
+        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted, beams)
         self._in_flight.append(plan)
         running = self.running
         for sequence_id, count in computed.items():
             running[sequence_id].in_flight.append(count)
+        if beams is not None:
+            computed.update((start.request_id, 1) for start in beams.starts)
         return plan
 
     def cached_prefix_len(self, sequence: Sequence) -> int:
@@ -264,13 +278,30 @@ class Scheduler:
             if len(ids) != 1:
                 self._note_several_tokens(sequence, generation)
             if generation.finished is not None:
+                if sequence.beams is not None:
+                    ending = self._beams.begin(sequence, generation)
+                    if ending is None:
+                        continue
+                    generation = ending
                 self.remove(sequence)
             delivered.append((sequence, generation))
+        if plan.beams is not None:
+            delivered += self._commit_beams(plan.beams, by_id)
         if result.memories:
             memories = dict(result.memories)
             for sequence, _ in delivered:
                 sequence.mirostat_mu = memories.get(sequence.id)
         return delivered
+
+    def _commit_beams(self, step: BeamStep, by_id: Mapping[int, Generation]) -> list[tuple[Sequence, Generation]]:
+        """Take what beams computed into account; searches that are over leave."""
+        ended = self._beams.commit(step, by_id)
+        for sequence, _ in ended:
+            if sequence.is_broken:
+                self._end_broken(sequence)
+            else:
+                self.remove(sequence)
+        return ended
 
     def _end_broken(self, sequence: Sequence) -> None:
         """End a sequence of broken scores; what it computed since its last token, maybe as broken, is never shared."""
@@ -307,7 +338,11 @@ class Scheduler:
     def goals(self, plan: StepPlan) -> dict[int, int]:
         """By id, the tokens that each running sequence of the oldest step in flight would have computed with it."""
         running = self.running
-        return {i: running[i].num_computed + count for i, count in plan.computed.items() if i in running}
+        goals = {i: running[i].num_computed + count for i, count in plan.computed.items() if i in running}
+        if plan.beams is not None:
+            searching = [sequence for sequence, _ in plan.beams.rows if sequence.id in running]
+            goals |= {sequence.id: sequence.num_computed + 1 for sequence in searching}
+        return goals
 
     def computed(self) -> dict[int, int]:
         """By id, the tokens computed of every sequence that runs or waits."""

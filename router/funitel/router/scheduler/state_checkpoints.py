@@ -6,7 +6,7 @@ cached blocks end, since other prompts may part there; and in a completion one e
 of the one before. A prompt that differs from an earlier one in its last n tokens so computes some 2 n tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from funitel.proto.step import StateSave
 from funitel.router.core.request import Sequence, StateRow
@@ -79,6 +79,25 @@ class StateCheckpoints:
             self.forget_saves(sequence)
             self._states.release(row.slot)
             sequence.state = None
+
+    def hand_over(self, sequence: Sequence) -> int:
+        """Take the slot of a sequence's state away from it; it is released with those of its beams."""
+        row = sequence.state
+        assert row is not None, "it has no slot"
+        self.forget_saves(sequence)
+        sequence.state = None
+        return row.slot
+
+    def reserve(self, count: int) -> list[int]:
+        """Allocate so many slots of no content, which the caller has checked."""
+        slots = [self._states.allocate() for _ in range(count)]
+        assert None not in slots, "no slot is free"
+        return [slot for slot in slots if slot is not None]
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Free slots that were handed over or reserved."""
+        for slot in slots:
+            self._states.release(slot)
 
     def forget_saves(self, sequence: Sequence) -> None:
         """Forget the saves of steps that may not have been carried out."""

@@ -9,6 +9,7 @@ from funitel.router.core import request_context
 from funitel.router.core.request import Adapter, Request
 from funitel.router.core.stream import Timings
 from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.beam_request import check_beams, with_beams, without_sampling
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import (
@@ -59,13 +60,21 @@ class GenerationJob:
         """Arrival until queued."""
         return self.validated - self.arrived.at
 
+    @property
+    def num_answers(self) -> int:
+        """Completions that it brings."""
+        return 1 if self.request.beams is None else self.request.beams.num_returned
+
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""
         self.service.metrics.observe_success(self.validation_seconds, timings, num_tokens)
 
     def siblings(self, count: int) -> list["GenerationJob"]:
-        """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64."""
-        if count == 1:
+        """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64.
+
+        One that searches beams is alone: it has several answers.
+        """
+        if count == 1 or self.request.beams is not None:
             return [self]
         sampling = self.request.sampling
         seeds = [(sampling.seed + place) % 2**64 for place in range(count)]
@@ -154,6 +163,8 @@ async def _checked(
     """The request of checked parameters and a tokenized prompt; raises BrokenRule."""
     limits, tokenizer = service.engine.limits, service.tokenizer
     sampling = with_truncation(sampling, limits)
+    check_beams(sampling, limits, service.settings, stream=stream)
+    sampling = without_sampling(sampling)
     check_parameters(sampling, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(sampling, tokenizer.num_tokens)
     language = sampling.target_language
@@ -174,7 +185,7 @@ async def _checked(
             check_prompt_length(many.num_tokens, sampling.max_new_tokens, limits, many.words)
             raise
         check_prompt_ids(input_ids, tokenizer.num_tokens)
-    return build_request(
+    request = build_request(
         sampling,
         prompt.text,
         input_ids,
@@ -183,6 +194,7 @@ async def _checked(
         first_token=first_token,
         banned_tokens=await _banned_tokens(sampling.bad_words, tokenizer),
     )
+    return request if sampling.beams is None else with_beams(request, sampling.beams, limits, tokenizer.codec)
 
 
 async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -13,6 +13,8 @@ from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import FinishReason, GeneratedText, Generation
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
+from funitel.router.core.beam_group import BeamEnding
+from funitel.router.core.beam_texts import completions_of
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
@@ -109,7 +111,7 @@ def _record(
     """Record what became of jobs that have ended, or are about to be."""
     context = request_context.current()
     firsts = {id(job.request.input_ids): job for job in jobs}.values()  # siblings share a prompt
-    context.num_choices = len(jobs)
+    context.num_choices = sum(job.num_answers for job in jobs)
     context.prompt_tokens = sum(len(job.request.input_ids) for job in firsts)
     context.cached_tokens = sum(job.num_cached_tokens for job in firsts)
     context.tokens = sum(stream.num_tokens for stream in streams)
@@ -141,7 +143,7 @@ def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractConte
 
 
 def _max_tokens(jobs: Sequence[GenerationJob]) -> int:
-    return _prompt_tokens(jobs) + sum(job.request.stopping.max_new_tokens for job in jobs)
+    return _prompt_tokens(jobs) + sum(job.num_answers * job.request.stopping.max_new_tokens for job in jobs)
 
 
 def _used_tokens(jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> TokenCounts:
@@ -220,8 +222,29 @@ async def collect_best(jobs: Sequence[GenerationJob], best_of: Sequence[int]) ->
 
     Raises: as `collect_all`.
     """
-    answers = iter(await collect_all([each for job, n in zip(jobs, best_of, strict=True) for each in job.siblings(n)]))
-    return [sorted(islice(answers, n), key=lambda answer: answer.mean_logprob, reverse=True) for n in best_of]
+    siblings = [job.siblings(n) for job, n in zip(jobs, best_of, strict=True)]
+    answers = iter(await collect_all([each for group in siblings for each in group]))
+    groups = [list(islice(answers, len(group))) for group in siblings]
+    return [
+        completed(job, group[0])
+        if len(group) == 1
+        else sorted(group, key=lambda answer: answer.mean_logprob, reverse=True)
+        for job, group in zip(jobs, groups, strict=True)
+    ]
+
+
+def completed(job: GenerationJob, answer: Answer) -> list[Answer]:
+    """The answers in what a job brought: several, best first, where it searched beams."""
+    ending = answer.generations[-1]
+    if not isinstance(ending, BeamEnding):
+        return [answer]
+    codec = job.service.tokenizer.codec
+    answers = []
+    for generations in completions_of(ending, job.request, codec):
+        finished = generations[-1].finished
+        assert finished is not None, "the last generation says how it ended"
+        answers.append(Answer(generations, finished, answer.timings))
+    return answers
 
 
 def check_count(service: Service, field: str, best_of: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.strategy import DecodingStrategy
+from funitel.router.core.beam_search import EarlyStopping
 from funitel.router.core.grammar import Grammar
 from funitel.router.text.model_files import RecommendedSampling
 
@@ -17,6 +18,17 @@ U64_RANGE = 2**64
 WHOLE_CONTEXT = -1  # of `truncate`
 GREEDY: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
 """What greedy decoding leaves out of a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamRequest:
+    """A beam search as a client asks for it; `width_field` is the client's field that has the width."""
+
+    width: int
+    num_returned: int
+    width_field: str
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,7 @@ class SamplingRequest:
 
     do_sample: bool | None = None
     best_of: int | None = None
+    beams: BeamRequest | None = None  # the answer is searched, not sampled
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -66,7 +79,7 @@ class SamplingRequest:
 
     def resolved(self, recommended: RecommendedSampling) -> "SamplingRequest":
         """The same with `do_sample` decided, by the rules of `/v1` where it is None."""
-        if self.do_sample is not None:
+        if self.do_sample is not None or self.beams is not None:
             return self
         temperature, top_p = self.temperature, self.top_p
         strategy = self.strategy

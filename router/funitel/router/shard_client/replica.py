@@ -174,9 +174,12 @@ class Replica:
     def send(self, plan: StepPlan) -> SentStep:
         """Send one step to every rank, at once."""
         cached = list(self._batches)
-        if not plan.starts:
+        starts, copies = plan.starts, plan.copies
+        if plan.beams is not None:
+            starts, copies = starts + plan.beams.starts, copies + plan.beams.copies
+        if not starts:
             batch_id = cached[0].id
-            results = self.ranks.decode(cached, plan.rows, plan.copies, self._number())
+            results = self.ranks.decode(cached, plan.rows, copies, self._number())
         else:
             if plan.is_alone:
                 cached = []
@@ -185,9 +188,9 @@ class Replica:
             self._next_batch_id += 1
             batch_id = cached[0].id if cached else own_id
             joined = cached[0] if cached else None
-            results = self.ranks.prefill(own_id, plan.starts, joined, plan.rows, plan.copies, self._number())
+            results = self.ranks.prefill(own_id, starts, joined, plan.rows, copies, self._number())
         request_ids = [request_id for batch in cached for request_id in batch.request_ids]
-        request_ids += [start.request_id for start in plan.starts]
+        request_ids += [start.request_id for start in starts]
         self._batches = [batch for batch in self._batches if batch not in cached]
         self._batches.append(CachedBatch(batch_id, tuple(request_ids)))
         return SentStep(batch_id, tuple(request_ids), results)

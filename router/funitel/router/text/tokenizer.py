@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from funitel.proto.errors import InvalidRequest, TemplateError
 from funitel.router.core import request_context
 from funitel.router.text.control_text import ControlText, RenderedChat, Spans
@@ -39,6 +41,23 @@ def word_forms(word: str) -> tuple[str, str]:
     return word.lstrip(), " " + word.lstrip()
 
 
+class TokenCodec:
+    """A tokenizer's decoding, as the shards decode."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included; incomplete characters become U+FFFD."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def special_text(self, token_id: int) -> str | None:
+        """Content of a special token, None for ordinary ones."""
+        return self._special.get(token_id)
+
+
 class Tokenizer:
     """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads and processes."""
 
@@ -62,6 +81,7 @@ class Tokenizer:
         """
         self.pool = pool
         tokenizer = self._tokenizer = pool.tokenizer
+        self._codec = TokenCodec(tokenizer)
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
         self.languages = Languages.of(tokenizer)
@@ -183,6 +203,11 @@ class Tokenizer:
         if len(text) > SHORT_CHARACTERS:
             request_context.current().encoded_tokens += found if isinstance(found, int) else len(found)
         return found
+
+    @property
+    def codec(self) -> TokenCodec:
+        """What gives the texts of tokens at once; of a few of them, or beside the event loop."""
+        return self._codec
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included; of no token that is not there."""

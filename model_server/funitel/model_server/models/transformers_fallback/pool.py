@@ -74,6 +74,11 @@ class FallbackPools:
         object.__setattr__(self, "bytes_per_block", sum(_aligned(num_bytes) for num_bytes in self._sizes()))
 
     @property
+    def has_parted_blocks(self) -> bool:
+        """See Pools."""
+        return not self.kept.states
+
+    @property
     def total_bytes_per_block(self) -> int:
         """Memory of a block on all ranks together."""
         return self.bytes_per_block * self.num_ranks

@@ -26,6 +26,7 @@ from funitel.router.api.common.schema_base import (
     TargetLanguage,
     is_none,
 )
+from funitel.router.api.common.schema_beams import BeamFields
 from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.api.native.schema_grammar import GrammarType, grammar_of
 from funitel.router.serving.sampling_request import SamplingRequest
@@ -38,11 +39,11 @@ NAMES = {"min_new_tokens": "min_tokens"}
 """What the native routes call otherwise than `SamplingRequest` does."""
 
 
-class GenerateParameters(StrategyFields):
+class GenerateParameters(StrategyFields, BeamFields):
     """How to generate; an absent parameter is off."""
 
     best_of: Annotated[U32, ABOVE_0] | None = Field(
-        default=None, description="Sequences to generate; the likeliest is the answer."
+        default=None, description="Sequences to generate, or beams to search; the likeliest is the answer."
     )
     temperature: Annotated[F32, ABOVE_0] | None = Field(default=None, description="Above 0; logits are divided by it.")
     repetition_penalty: Annotated[F32, ABOVE_0] | None = Field(default=None, description="Above 0; 1.0 is none.")
@@ -96,7 +97,8 @@ class GenerateParameters(StrategyFields):
         """The same for the engine; what is said of the answer's shape stays here."""
         sampling = SamplingRequest(
             do_sample=self.do_sample,
-            best_of=self.best_of,
+            best_of=None if self.use_beam_search else self.best_of,
+            beams=self.beam_request(self.best_of or 1, self.best_of or 1, "best_of"),
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

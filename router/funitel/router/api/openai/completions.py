@@ -28,7 +28,7 @@ from funitel.router.api.openai.schema_completions import (
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, check_prompt_scores, prepare
-from funitel.router.serving.run import Answer, collect_all, stream_all, stream_headers, summed_headers
+from funitel.router.serving.run import Answer, collect_all, completed, stream_all, stream_headers, summed_headers
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
@@ -69,6 +69,7 @@ class _Batch:
     service: Service
     body: CompletionRequest
     jobs: list[GenerationJob]
+    each: int  # jobs of one prompt
 
     @property
     def head(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class _Batch:
 
     def usage(self, num_tokens: int) -> Usage:
         """Tokens of all prompts, each counted once, and of all completions."""
-        return self._usage(self.jobs[:: self.body.num_sequences], num_tokens)
+        return self._usage(self.jobs[:: self.each], num_tokens)
 
     def usage_so_far(self, index: int) -> Usage:
         """Tokens of the prompt of one sequence, and of its completion so far."""
@@ -135,7 +136,7 @@ async def _prepare(service: Service, body: CompletionRequest, arrived: Arrival) 
         job = await _job(service, body, sampling, prompt, arrived)
         jobs += job.siblings(each)
     check_prompt_scores(jobs, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
-    return _Batch(service, body, jobs)
+    return _Batch(service, body, jobs, len(jobs) // len(prompts))
 
 
 def _check_count(service: Service, num_prompts: int, each: int) -> None:
@@ -191,12 +192,12 @@ async def _complete(service: Service, body: CompletionRequest, arrived: Arrival)
 
 def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[GenerationJob, Answer]]:
     """For each prompt its `n` answers, likeliest first where there are more to choose from."""
-    each, n = batch.body.num_sequences, batch.body.n or 1
+    each, n = batch.each, batch.body.n or 1
     pairs = list(zip(batch.jobs, answers, strict=True))
     groups = [pairs[start : start + each] for start in range(0, len(pairs), each)]
     if each > n:
         groups = [sorted(group, key=lambda pair: pair[1].mean_logprob, reverse=True)[:n] for group in groups]
-    return [pair for group in groups for pair in group]
+    return [(job, completion) for group in groups for job, answer in group for completion in completed(job, answer)]
 
 
 def _choices(batch: _Batch, best: Sequence[tuple[GenerationJob, Answer]]) -> list[CompletionChoice]:

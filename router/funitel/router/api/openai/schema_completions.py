@@ -11,6 +11,7 @@ from funitel.proto.errors import InvalidRequest, SuffixNotSupported
 from funitel.router.api.common.schema_base import CLAMPED, U32, is_none
 from funitel.router.api.openai.schema_answers import AnswerHead, PromptLogprobs, Usage
 from funitel.router.api.openai.schema_sampling import SamplingFields
+from funitel.router.serving.sampling_request import BeamRequest
 
 TokenIds = Annotated[list[U32], Field(min_length=1)]
 _MAX_ID = 2**32 - 1
@@ -92,6 +93,13 @@ class CompletionRequest(SamplingFields):
     def num_sequences(self) -> int:
         """Sequences generated for each prompt."""
         return max(self.n or 1, self.best_of or 1)
+
+    @property
+    def _beams(self) -> BeamRequest | None:
+        """The beam search: `best_of` is its width where it is given."""
+        if self.best_of is None:
+            return super()._beams
+        return self.beam_request(self.best_of, self.n or 1, "best_of")
 
     def check(self, max_best_of: int) -> None:
         """Raise InvalidRequest for fields that are not supported or contradict each other."""

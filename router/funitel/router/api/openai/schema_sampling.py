@@ -16,12 +16,13 @@ from funitel.router.api.common.schema_base import (
     StopList,
     TargetLanguage,
 )
+from funitel.router.api.common.schema_beams import BeamFields
 from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.api.openai.schema_structured import StructuredOutputs
 from funitel.router.api.openai.schema_tools import ResponseFormat
 from funitel.router.api.openai.unsupported_fields import SAMPLING
 from funitel.router.core.grammar import Grammar
-from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
+from funitel.router.serving.sampling_request import U64_RANGE, BeamRequest, SamplingRequest
 from funitel.router.serving.strategies import with_algorithm
 
 MAX_CHOICES = 128  # OpenAI's
@@ -42,6 +43,7 @@ SAMPLING_NAMES = {
     "min_new_tokens": "min_tokens",
     "truncate": "truncate_prompt_tokens",
     "grammar": "response_format",
+    "count_penalty": "frequency_penalty",
 }
 
 
@@ -68,7 +70,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(default=None, description="Accepted; chunks are never padded.")
 
 
-class SamplingFields(StrategyFields):
+class SamplingFields(StrategyFields, BeamFields):
     """What chats and completions say alike of how tokens are chosen."""
 
     unsupported: ClassVar = SAMPLING
@@ -155,6 +157,11 @@ class SamplingFields(StrategyFields):
             raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
 
     @property
+    def _beams(self) -> BeamRequest | None:
+        """The beam search: vLLM's `n` is its width."""
+        return self.beam_request(self.n or 1, self.n or 1, "n")
+
+    @property
     def grammar(self) -> Grammar | None:
         """What the answer must follow; None when any text will do.
 
@@ -221,5 +228,6 @@ class SamplingFields(StrategyFields):
             strategy=self.strategy,
             model=self.model,
             speculate=self.speculate,
+            beams=self._beams,
         )
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)

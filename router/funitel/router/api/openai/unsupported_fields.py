@@ -4,8 +4,6 @@ from funitel.router.api.common.field_policy import NOTHING, Unsupported
 
 SAMPLING: dict[str, Unsupported] = {
     # vLLM's.
-    "use_beam_search": Unsupported("answers are sampled; `best_of` of completions chooses the likeliest"),
-    "length_penalty": Unsupported("it is for beam search", (*NOTHING, 1.0)),
     "truncation_side": Unsupported("prompts keep their last tokens", (*NOTHING, "left")),
     "logits_processors": Unsupported("code of clients is not run"),
     "logprob_token_ids": Unsupported("use `logprobs`"),
@@ -22,7 +20,7 @@ SAMPLING: dict[str, Unsupported] = {
     "tfs": Unsupported("use `tfs_z`", (*NOTHING, 1.0)),
     "nsigma": Unsupported("use `top_n_sigma`", (*NOTHING, -1)),
     "top_a": Unsupported("there is no such sampler here", (*NOTHING, 0)),
-    "num_beams": Unsupported("answers are sampled", (*NOTHING, 1)),
+    "num_beams": Unsupported("use `n` with `use_beam_search`", (*NOTHING, 1)),
     "custom_logit_processor": Unsupported("code of clients is not run"),
     "ebnf": Unsupported("use `structured_outputs`"),
     "lora_path": Unsupported("give the name of an adapter as `model`"),
