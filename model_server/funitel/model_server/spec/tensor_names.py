@@ -1,6 +1,6 @@
 """Name the tensors of a checkpoint, as part of a ModelSpec. The defaults are a Llama's, and for experts a Qwen's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +115,11 @@ class TensorNames:
     state_skip: str = ""
     state_norm: str = ""
     state_out: str = ""
+
+    def of_layer(self, stem: str) -> "TensorNames":
+        """The names with `stem` for `layers.{i}.`."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{k: v.replace("layers.{i}.", stem) for k, v in given.items() if isinstance(v, str)})
 
 
 WITH_ALTERNATIVES = frozenset(
