@@ -249,6 +249,7 @@ class RowAdmission:
             grammar=follower if self._samples else None,
             source_len=len(beginning.source),
             state_saves=start.state_saves,
+            speculate=start.speculate,
         )
 
     def _has_text(self, token_id: int, text: str) -> bool:

@@ -32,6 +32,7 @@ from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy, Sample
 from funitel.model_server.gpu_sampling.sampler import Due, DueRow, StepSampler, due_of
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
+from funitel.model_server.speculation.speculator import Speculator
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import CachedBatch, StepResult
 
@@ -106,9 +107,12 @@ class AsyncSampling:
         runner: ModelRunner,
         batches: CachedBatches,
         output: OutputProcessor,
+        speculator: Speculator | None = None,
+        *,
         maths: ScoreMaths,
         copy: Callable[[torch.Tensor], Copy] = HostCopy,
     ) -> None:
+        assert speculator is None, "tokens that only the device knows cannot be compared with drafts"
         self.lock: AbstractContextManager[object] = RLock()
         self.states = RowStates(runner.spec.vocab_size, runner.options.device)
         self._runner = runner

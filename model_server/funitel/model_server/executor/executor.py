@@ -26,6 +26,7 @@ from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
+from funitel.model_server.speculation.speculator import Speculator
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound
 from funitel.proto.step import (
     BlockCopy,
@@ -37,7 +38,7 @@ from funitel.proto.step import (
     WarmupResult,
 )
 
-MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor], StepSampling[Any]]
+MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor, Speculator | None], StepSampling[Any]]
 
 
 class Executor:
@@ -45,6 +46,7 @@ class Executor:
 
     Args:
         rules: what the model does with a sequence: a decoder's, or an encoder-decoder's.
+        speculator: chooses drafts, where sequences may speculate.
         sampling: makes what samples: on the host before the next step, or on the device while that is launched.
     """
 
@@ -58,6 +60,7 @@ class Executor:
         options: ExecutorOptions,
         sampling: MakeSampling = SyncSampling,
         rules: RowRules | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.spec = spec
         self.codec = codec
@@ -69,8 +72,10 @@ class Executor:
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
         self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, samples=parallel.rank == 0)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
-        self.sampling = sampling(self.runner, self.batches, self.output)
-        self.profiler = Warmup(self.runner, self.admission, self.sampling, codec)
+        self.speculator = speculator
+        self.runner.keeps_forwarded = speculator is not None and speculator.observes
+        self.sampling = sampling(self.runner, self.batches, self.output, speculator)
+        self.profiler = Warmup(self.runner, self.admission, self.sampling, codec, speculator)
 
     def warmup(self, starts: Sequence[SequenceStart], limits: WarmupLimits) -> WarmupResult:
         """Run the largest step, size the pool by what memory is left beside it, and settle the limits in tokens.

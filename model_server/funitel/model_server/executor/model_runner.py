@@ -16,6 +16,10 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import BlockCopy, RowUpdate
 
 
+Forwarded = tuple[ForwardBatch, list[int], torch.Tensor | None]
+"""A forward: the batch, the places of its rows in the sequence table, and hidden states, see `Drafter.observe`."""
+
+
 class ModelRunner:
     """Runs the model of one rank. There is no pool before the warm-up."""
 
@@ -38,6 +42,9 @@ class ModelRunner:
         self.table = table
         self.cache: KVCache | None = None
         self.host: HostBlocks | None = None
+        self.scratch_slots: Sequence[int] = ()  # of the state pool, for states before drafts; no sequence's
+        self.keeps_forwarded = False  # for a drafter that reads them
+        self._forwarded: list[Forwarded] = []
 
     @property
     def pool(self) -> KVCache:
@@ -54,7 +61,7 @@ class ModelRunner:
     def bounds(self) -> StepBounds:
         """What steps stay within."""
         context, states = self.spec.max_position_embeddings, self.pool.state_pool
-        num_states = 0 if states is None else states.num_slots
+        num_states = 0 if states is None else states.num_slots - len(self.scratch_slots)
         return StepBounds(self.pool.num_blocks, self.table.max_blocks, self.options.block_size, context, num_states)
 
     def spans(self, active: Sequence[ActiveRow]) -> list[RowSpan]:
@@ -64,7 +71,15 @@ class ModelRunner:
     def forward(self, spans: Sequence[RowSpan], device_tokens: torch.Tensor | None = None) -> torch.Tensor | None:
         """Run one forward; logits as `Forward` gives them. `device_tokens`: see `ForwardBatch.build`."""
         batch = ForwardBatch.build(spans, self.options.block_size, self.options.device, device_tokens)
-        return self.decoder(batch, self.pool)
+        logits = self.decoder(batch, self.pool)
+        if self.keeps_forwarded:
+            self._forwarded.append((batch, [span.row_index for span in batch.rows], None))
+        return logits
+
+    def take_forwarded(self) -> list[Forwarded]:
+        """The forwards since the last call, if they are kept."""
+        forwarded, self._forwarded = self._forwarded, []
+        return forwarded
 
     def wipe(self, new: Sequence[SequenceState], updates: Sequence[RowUpdate]) -> None:
         """Zero what rows are granted beyond what they find computed, where that is read before it is written."""

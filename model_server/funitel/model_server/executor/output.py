@@ -15,6 +15,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatch, TextCodec
 from funitel.model_server.sequence.table import SequenceState
+from funitel.model_server.speculation.verify import num_accepted
 from funitel.proto.process import logs
 from funitel.proto.step import FinishReason, GeneratedText, Generation, PromptTop, Tokens
 
@@ -32,6 +33,7 @@ class StepOutput:
     num_generated: int
     finish_reason: FinishReason | None
     match: StopMatch | None
+    num_accepted: int = 0
 
 
 class OutputProcessor:
@@ -48,10 +50,10 @@ class OutputProcessor:
         self.eos_token_ids = eos_token_ids
         self._forces_spans = forces_spans
 
-    def with_forced(self, row: SequenceState, token: SampledToken) -> list[SampledToken]:
+    def with_forced(self, row: SequenceState, token: SampledToken, num_before: int = 0) -> list[SampledToken]:
         """A token and those that alone can follow it in the row's grammar, which need no forward to be chosen.
 
-        Rows that want the model's own log-probabilities get none: those do need the forward.
+        In this step it comes behind `num_before` others. Rows that want the model's own log-probabilities get none: those do need the forward.
         """
         grammar, params = row.grammar, row.start.sampling
         if grammar is None or math.isnan(token.logprob):  # a broken row gets no further
@@ -63,12 +65,21 @@ class OutputProcessor:
         grammar.push(token.id)
         if not self._forces_spans or params.raw_logprobs or token.id in self.eos_token_ids:
             return [token]
-        max_forced = row.start.stopping.max_new_tokens - row.num_generated - 1
+        max_forced = row.start.stopping.max_new_tokens - row.num_generated - num_before - 1
         with_top = row.sampling.top_n > 0
         return [token, *(SampledToken.forced(token_id, with_top=with_top) for token_id in grammar.forced(max_forced))]
 
-    def process(self, row: SequenceState, tokens: Sequence[SampledToken]) -> StepOutput | None:
+    def ends_with(self, row: SequenceState, token_id: int) -> bool:
+        """Whether a row ends with a token, whatever its length and its text."""
+        ignores_eos = row.start.stopping.ignore_eos and not row.start.sampling.grammar
+        return (not ignores_eos and token_id in self.eos_token_ids) or token_id in row.start.sampling.stop_token_ids
+
+    def process(
+        self, row: SequenceState, tokens: Sequence[SampledToken], drafts: Sequence[int] = ()
+    ) -> StepOutput | None:
         """Give a row its next tokens, up to the one that finishes it; None if another rank describes it.
+
+        Those that are its `drafts` have keys and values already.
 
         What the next step depends on is done here. Text is needed for that only where stop strings are looked for;
         otherwise `describe` makes it, on whatever thread, while the next step is computed.
@@ -94,10 +105,13 @@ class OutputProcessor:
                 pieces.append(piece)
             if row.finish_reason is not None:
                 break
+        accepted = num_accepted(drafts, [token.id for token in tokens[:count]]) if drafts else 0
+        row.num_cached += accepted
         if row.request_id % self.parallel.size != self.parallel.rank:
             row.prompt_scores.clear()
             return None
-        return StepOutput(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
+        taken = tuple(tokens[:count])
+        return StepOutput(row, taken, pieces, is_first, row.num_generated, row.finish_reason, match, accepted)
 
     def describe(self, output: StepOutput) -> Generation:
         """What is sent of a row's tokens. Each row's in the order they were processed, and never two at once."""
@@ -126,6 +140,7 @@ class OutputProcessor:
             prefill_tokens=prompt,
             prompt_top=prompt_top,
             finished=_ending(output, pieces[-1]),
+            num_accepted=output.num_accepted,
         )
 
     def _finish_reason(self, row: SequenceState, token: SampledToken) -> FinishReason | None:
@@ -133,10 +148,7 @@ class OutputProcessor:
         stopping = row.start.stopping
         if row.num_generated >= stopping.max_new_tokens or token.is_cut:
             return FinishReason.LENGTH
-        ignores_eos = stopping.ignore_eos and not row.start.sampling.grammar
-        if not ignores_eos and token.id in self.eos_token_ids or token.id in row.start.sampling.stop_token_ids:
-            return FinishReason.EOS_TOKEN
-        return None
+        return FinishReason.EOS_TOKEN if self.ends_with(row, token.id) else None
 
     def _describe(self, ids: Sequence[int], logprobs: Sequence[float]) -> Tokens:
         texts = tuple(self.codec.decode([token_id]) for token_id in ids)

@@ -59,7 +59,13 @@ class RowRules:
         wanted = "last" if count == row.num_pending else "none"
         if row.owes_prompt_scores:
             wanted = "all"
-        return RowSpan(row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len)
+        return RowSpan(
+            row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len, row_index=row.index
+        )
+
+    def state_slot(self, row: SequenceState) -> int:
+        """Where the state of a row is, for models that keep one; 0 is no sequence's."""
+        return 0
 
     def forced(self, row: SequenceState) -> int | None:
         """The token that must follow in a row, whatever is sampled; it is known before the tokens that come first."""
@@ -96,11 +102,17 @@ class StateRules(RowRules):
             raise InvalidRequest(f"state_from {start.state_from} needs a state_slot, given 0")
         return super().begin(start, prompt)
 
+    def state_slot(self, row: SequenceState) -> int:
+        """See RowRules."""
+        return row.start.state_slot or row.index + 1
+
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
-        """See RowRules; slot 0 is no sequence's."""
-        slot, saves = row.start.state_slot or row.index + 1, row.state_saves
-        row.state_saves = ()
-        return replace(super().span(row, count, block_table), state_slot=slot, state_saves=saves)
+        """See RowRules."""
+        saves = row.state_saves
+        if saves:  # of drafts nobody knows which are accepted: a later step may be the one that gets so far
+            end = row.num_cached + count
+            row.state_saves = tuple([save for save in saves if save.position > end])
+        return replace(super().span(row, count, block_table), state_slot=self.state_slot(row), state_saves=saves)
 
 
 class Seq2SeqRules(RowRules):

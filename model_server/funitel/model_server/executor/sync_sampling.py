@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from typing import NamedTuple, TypeVar
@@ -11,6 +11,14 @@ import numpy as np
 import torch
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.executor.drafts import (
+    forward_drafted,
+    observe,
+    of_due,
+    propose,
+    settle_drafts,
+    with_drafts,
+)
 from funitel.model_server.executor.interface import ActiveRow, BegunStep, ComputedStep, PendingStep
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
@@ -19,6 +27,8 @@ from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import SampledToken, sample
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
+from funitel.model_server.speculation.speculator import Speculator
+from funitel.model_server.speculation.verify import Verified, verify
 from funitel.proto.step import CachedBatch
 
 T = TypeVar("T")
@@ -31,6 +41,7 @@ class Computed(NamedTuple):
     following: list[list[SampledToken]]
     begin: int
     num_forwards: int
+    drafts: Mapping[int, Sequence[int]]  # verified, by the place of their row among those due
 
 
 class SyncSampling:
@@ -43,6 +54,8 @@ class SyncSampling:
         runner: ModelRunner,
         batches: CachedBatches,
         output: OutputProcessor,
+        speculator: Speculator | None = None,
+        *,
         scores: LogitsProcessors | None = None,
     ) -> None:
         self.lock: AbstractContextManager[object] = nullcontext()
@@ -50,6 +63,7 @@ class SyncSampling:
         self._batches = batches
         self._output = output
         self._scores = scores or TorchLogitsProcessors()
+        self._speculator = speculator
 
     def call(self, is_ahead: bool, call: Callable[[], T]) -> T:
         """See StepSampling."""
@@ -65,24 +79,36 @@ class SyncSampling:
         """See StepSampling; what follows in a row are the token sampled, and those its grammar forces after it."""
         begin = time.perf_counter_ns()
         if not active:
-            return Computed([], [], begin, 0)
-        scored = forward_scored(self._runner, active)
+            return Computed([], [], begin, 0, {})
+        drafts = {} if self._speculator is None else propose(self._speculator, self._runner, active)
+        scored = forward_drafted(self._runner, active, drafts) if drafts else forward_scored(self._runner, active)
         for prompt in scored.prompts:
             prompt.row.prompt_scores.append(prompt.numbers.cpu().numpy())
         due = [row for row, count in active if row.num_pending == count]
+        drafts = of_due(active, drafts) if drafts else drafts
         following: list[list[SampledToken]] = []
         if scored.logits is not None and due:
-            following = self._sample(due, scored.logits)
-        following = agree(self._runner.parallel, self._runner.options.device, due, following)
+            following = self._sample(due, scored.logits, drafts)
+        following = agree(self._runner.parallel, self._runner.options.device, due, following, drafts)
         for row, count in active:
             row.num_cached += count
-        return Computed(due, following, begin, scored.num_forwards)
+        if self._speculator is not None and self._speculator.observes:
+            observe(self._speculator, self._runner, active, due, following, drafts)
+        return Computed(due, following, begin, scored.num_forwards, drafts)
 
     def finish(self, step: BegunStep, computed: Computed) -> PendingStep:
         """See StepSampling; keeps the batch unless every row has finished."""
         output_begin = time.perf_counter_ns()
-        due, following, forward_begin, num_forwards = computed
-        processed = [self._output.process(row, tokens) for row, tokens in zip(due, following, strict=True)]
+        due, following, forward_begin, num_forwards, drafts = computed
+        if drafts:
+            assert self._speculator is not None
+            settle_drafts(self._speculator, self._runner, due, following, drafts)
+        verified = [due[place] for place in drafts]
+        num_cached = sum([row.num_cached for row in verified])
+        processed = [
+            self._output.process(row, tokens, drafts.get(place, ()))
+            for place, (row, tokens) in enumerate(zip(due, following, strict=True))
+        ]
         for row in due:
             row.is_over = row.finish_reason is not None
         batch: CachedBatch | None = None
@@ -96,14 +122,20 @@ class SyncSampling:
         result = step.result(
             batch, step.active, num_forwards, forward_ns=spent[0], decode_ns=spent[1], total_ns=spent[2]
         )
+        if drafts:
+            result = with_drafts(result, drafts, sum([row.num_cached for row in verified]) - num_cached)
         return ComputedStep(self._output, [one for one in processed if one is not None], result)
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         """See StepSampling."""
-        self._sample(rows, logits)
+        self._sample(rows, logits, {})
 
-    def _sample(self, due: Sequence[SequenceState], logits: torch.Tensor) -> list[list[SampledToken]]:
+    def _sample(
+        self, due: Sequence[SequenceState], logits: torch.Tensor, drafts: Mapping[int, Sequence[int]]
+    ) -> list[list[SampledToken]]:
         """Sample where nothing is forced."""
+        if drafts:
+            return self._verify(due, logits, drafts)
         rules = self._runner.rules
         if not rules.forces_tokens:
             return self._sample_free(due, logits)
@@ -117,6 +149,17 @@ class SyncSampling:
             for i, row in enumerate(due)
         ]
 
+    def _verify(
+        self, due: Sequence[SequenceState], logits: torch.Tensor, drafts: Mapping[int, Sequence[int]]
+    ) -> list[list[SampledToken]]:
+        """Sample what follows in each row, and behind each draft of it that is accepted."""
+        rows, at = [], 0
+        for place, row in enumerate(due):
+            own = drafts.get(place, ())
+            rows.append(Verified(row, own, at, []))
+            at += 1 + len(own)
+        return verify(rows, logits, self._scores, self._output.with_forced, self._output.ends_with)
+
     def _sample_free(self, due: Sequence[SequenceState], logits: torch.Tensor) -> list[list[SampledToken]]:
         masks = TokenMasks.of([row.grammar for row in due], logits.shape[1])
         sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due], masks, self._scores)
@@ -129,18 +172,23 @@ def wants_words(due: Sequence[SequenceState]) -> bool:
 
 
 def agree(
-    parallel: TensorParallel, device: torch.device, due: Sequence[SequenceState], following: list[list[SampledToken]]
+    parallel: TensorParallel,
+    device: torch.device,
+    due: Sequence[SequenceState],
+    following: list[list[SampledToken]],
+    drafts: Mapping[int, Sequence[int]],
 ) -> list[list[SampledToken]]:
     """Give every rank what rank 0 sampled, and the scores of prompts that are complete."""
     if parallel.size == 1 or not due:
         return following
     if wants_words(due):
         return agree_in_words(parallel, due, following)
-    pairs = torch.zeros(len(due), 2, dtype=torch.float64)
-    if following:
-        pairs = torch.tensor([(token.id, token.logprob) for (token,) in following], dtype=torch.float64)
+    width = 1 + max(map(len, drafts.values()), default=0)
+    pairs = torch.full((len(due), width, 2), -1.0, dtype=torch.float64)
+    for line, tokens in zip(pairs, following, strict=False):
+        line[: len(tokens)] = torch.tensor([(token.id, token.logprob) for token in tokens], dtype=torch.float64)
     pairs = parallel.broadcast(pairs.to(device))
-    return [[SampledToken(int(token_id), logprob)] for token_id, logprob in pairs.tolist()]
+    return [[SampledToken(int(i), logprob) for i, logprob in line if i >= 0] for line in pairs.tolist()]
 
 
 def agree_in_words(

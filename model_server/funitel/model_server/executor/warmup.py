@@ -29,6 +29,7 @@ from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.sequence.table import SequenceState
+from funitel.model_server.speculation.speculator import MAX_STEP_DRAFTS, Speculator
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError
 from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, WarmupLimits, WarmupResult
 
@@ -90,13 +91,14 @@ def _block_tables(counts: Sequence[int]) -> list[np.ndarray]:
 
 # On a CPU memory is not sized by a measured peak, so warming up needs no full-size prefill: it would take seconds.
 CPU_WARMUP_TOKENS = 256
+SCRATCH_SHARE = 1 / 32  # of the bytes for KV pool and states: what states before drafts take, but those of one row
 
 
 class Warmup:
     """Makes the pool of a model runner, and its host tier."""
 
     def __init__(
-        self, runner: ModelRunner, admission: RowAdmission, sampling: StepSampling[Any], codec: TextCodec
+        self, runner: ModelRunner, admission: RowAdmission, sampling: StepSampling[Any], codec: TextCodec, speculator: Speculator | None = None
     ) -> None:
         options = runner.options
         self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel, options.num_replicas)
@@ -105,6 +107,7 @@ class Warmup:
         self._runner = runner
         self._admission = admission
         self._sampling = sampling
+        self._speculator = speculator
         self._codec = codec
         self._host_memory: torch.Tensor | None = None
 
@@ -141,7 +144,7 @@ class Warmup:
         if max_input >= max_total:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
         states = runner.pool.state_pool
-        state_slots = None if states is None else states.num_slots - 1  # slot 0 is no sequence's
+        state_slots = None if states is None else states.num_slots - 1 - len(runner.scratch_slots)  # slot 0 is no sequence's
         max_blocks = -(-min(context, pool_tokens) // runner.options.block_size) + 1
         runner.table.reset(max_blocks, max_rows=state_slots)
         host_blocks = self._make_host_blocks()
@@ -209,6 +212,8 @@ class Warmup:
         room, block_bytes = self.memory.room(step_bytes), runner.pools.bytes_per_block
         layout = runner.pools.state_layout
         num_slots = 0 if layout is None else self._num_slots(room, layout, num_rows(limits.max_batch_size))
+        if layout is not None and self._speculator is not None:
+            num_slots += self._num_scratch_slots(self._speculator, room, layout, num_slots)
         room = room.without(0 if layout is None else num_slots * layout.bytes_per_slot)
         demand = PoolDemand(
             context=runner.spec.max_position_embeddings,
@@ -245,6 +250,14 @@ class Warmup:
             )
         return found
 
+    def _num_scratch_slots(self, speculator: Speculator, room: PoolRoom, layout: StateLayout, num_slots: int) -> int:
+        """Slots behind the others for the states before drafts; as many on every rank."""
+        most = int(room.usual * SCRATCH_SHARE) // layout.bytes_per_slot
+        found = self._runner.parallel.smallest(min(MAX_STEP_DRAFTS, max(speculator.max_drafts, most)))
+        speculator.max_step_drafts = found
+        self._runner.scratch_slots = range(num_slots, num_slots + found)
+        return found
+
     def _make_states(self, layout: StateLayout, num_slots: int) -> StatePool:
         try:
             states = StatePool(layout, num_slots, self._runner.options.device)
@@ -257,7 +270,7 @@ class Warmup:
                 "--max-batch-size sets another number"
             ) from None
         message = "state pool slots=%d bytes=%d bytes_per_slot=%d"
-        logger.info(message, num_slots - 1, states.num_bytes, layout.bytes_per_slot)
+        logger.info(message, num_slots - 1 - len(self._runner.scratch_slots), states.num_bytes, layout.bytes_per_slot)
         return states
 
     def _make_pool(self, num_blocks: int, tokens: int) -> KVCache:

@@ -34,6 +34,7 @@ class RowSpan:
     source: Sequence[int] = ()
     state_slot: int = 0  # that of no sequence
     state_saves: tuple[StateSave, ...] = ()
+    row_index: int = 0  # place of the sequence in the table
 
     @property
     def end(self) -> int:

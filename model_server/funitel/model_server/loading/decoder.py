@@ -90,8 +90,12 @@ def _load_fallback(settings: ModelServerSettings, folder: Path, no_row: NoRow, d
     eos_token_ids = find_eos(folder, codec)
     dtype = choose_dtype(settings.dtype, device)
     model = load_fallback(settings, folder, no_row, dtype, device, lambda: join_ranks(settings, device))
+    if settings.speculate:
+        message = "--speculate %d changes nothing: %s runs through transformers"
+        logger.warning(message, settings.speculate, model.architecture)
     settings = replace(
         settings,
+        speculate=0,
         block_size=model.pools.block_size,
         prefill_chunking=settings.prefill_chunking and model.takes_chunks,
         prefix_caching=settings.prefix_caching and model.shares_prefixes,

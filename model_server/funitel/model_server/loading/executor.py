@@ -1,5 +1,7 @@
 """The executor of a loaded model, and the facts that its rank tells the router."""
 
+import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,11 @@ from funitel.model_server.loading.common import Loaded, info_of, log_loaded, opt
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelFacts
-from funitel.proto.step import ShardInfo
+from funitel.model_server.speculation.ngram import NgramDrafter
+from funitel.model_server.speculation.speculator import Speculator
+from funitel.proto.step import Capability, ShardInfo
+
+logger = logging.getLogger(__name__)
 
 LoadedShard = tuple[Executor, ShardInfo]
 
@@ -33,9 +39,27 @@ def make_executor(
 ) -> LoadedShard:
     """The executor of a loaded model, by default with the rules of a decoder; on a GPU it samples on the device."""
     log_loaded(settings, folder, spec, device, loaded)
+    speculator = speculator_of(settings, device, rules)
     options = options_of(settings, device, loaded, eos_token_ids)
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))
-    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules)
-    return executor, info_of(settings, options, loaded, spec.vocab_size, keeps_states=pools.state_layout is not None)
+    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules, speculator)
+    info = info_of(settings, options, loaded, spec.vocab_size, keeps_states=pools.state_layout is not None)
+    if speculator is None:
+        return executor, replace(info, capabilities=info.capabilities - {Capability.SPECULATION})
+    return executor, replace(info, speculate=speculator.max_drafts, drafter=speculator.drafter.name)
+
+
+def speculator_of(settings: ModelServerSettings, device: torch.device, rules: RowRules | None) -> Speculator | None:
+    """What chooses drafts; None where `--speculate` asks for none, or they cannot be verified, which is logged."""
+    if not settings.speculate:
+        return None
+    if rules is not None:
+        logger.warning("--speculate %d changes nothing: an encoder-decoder does not speculate", settings.speculate)
+        return None
+    if device.type != "cpu":
+        message = "--speculate %d changes nothing: drafts are verified on a CPU only, the model runs on %s"
+        logger.warning(message, settings.speculate, device.type)
+        return None
+    return Speculator(NgramDrafter(), settings.speculate)

@@ -137,6 +137,16 @@ class SamplingState:
             if self.strategy is not None:
                 self.strategy.push(token_id)
 
+    def take_back(self, token_ids: Sequence[int], last: int) -> None:
+        """Undo `push` of the latest tokens, behind which the last one is `last`; there must be no strategy."""
+        self._last = last
+        if self.params.has_penalties:
+            for counter in (self._seen, self._produced):
+                counter.subtract(token_ids)
+                for token_id in token_ids:
+                    if not counter[token_id]:
+                        del counter[token_id]
+
     @property
     def mu(self) -> float:
         """What mirostat has come to, of a row that has it."""

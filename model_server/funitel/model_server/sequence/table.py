@@ -5,6 +5,7 @@ A batch is a list of rows: concatenating is list addition, filtering is selectio
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +14,16 @@ from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart, StateSave
+
+
+class Gain(Protocol):
+    """What drafts have gained in a row, see `speculation/gain`."""
+
+    def next_width(self, limit: int) -> int:
+        """How many drafts to ask for in this step, at most `limit`; counts the step."""
+
+    def observe(self, num_drafts: int, num_accepted: int, most: int) -> None:
+        """Take into account how many drafts of a step were accepted, where at most `most` may be asked for."""
 
 
 @dataclass(slots=True)
@@ -40,6 +51,8 @@ class SequenceState:
     has_left: bool = False  # its batch has ended
     num_placeholders: int = 0  # tokens that a device has sampled, or will have, and the host does not know yet
     state_saves: tuple[StateSave, ...] = ()  # in the next step
+    speculate: int = 0  # drafts that it asks for in a step, at most
+    gain: Gain | None = None
     counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
 
     @property
@@ -279,7 +292,9 @@ class CachedBatches:
         by_id = {row.request_id: row for row in rows}
         for update in updates:
             row = by_id[update.request_id]
-            row.state_saves = update.state_saves
+            if update.speculate is not None:
+                row.speculate = update.speculate
+            row.state_saves = (*row.state_saves, *update.state_saves)
             self.table.grant(row, update.blocks)
 
 

@@ -21,6 +21,7 @@ ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer"
 MAX_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
 MAX_NODES = 1024  # NUMA nodes, of a Linux kernel
 MAX_SPIN_US = 1_000_000
+MAX_SPECULATE = 16  # drafts of a step: beyond it few are accepted, and each is computed
 QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf")
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
@@ -344,6 +345,12 @@ class ModelServerSettings:
     )
     disable_forced_spans: bool = setting(
         False, "Compute each token in its own step, also tokens that a grammar forces."
+    )
+    speculate: int = setting(
+        0,
+        "Maximum number of draft tokens that a step verifies for each sequence; drafts are looked up in the sequence's "
+        "own tokens. 0 for none.",
+        bounds=Bounds(minimum=0, maximum=MAX_SPECULATE),
     )
     watermark_gamma: float = setting(0.5, "Fraction of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "Value that a watermark adds to the logits of favoured tokens.")

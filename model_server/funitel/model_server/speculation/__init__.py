@@ -1,1 +1,1 @@
-"""Speculative decoding: what makes draft tokens, and how the model takes or refuses them."""
+"""Speculative decoding: what makes draft tokens, how they are verified, and when they pay."""

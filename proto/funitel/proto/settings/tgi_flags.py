@@ -141,13 +141,6 @@ INERT: tuple[Inert, ...] = (
 
 REFUSED: tuple[Refused, ...] = (
     Refused(
-        name="speculate",
-        flag=_ON_SHARDS,
-        kind=int,
-        allowed=("0",),
-        why="there is no speculative decoding; leave it out or give 0",
-    ),
-    Refused(
         name="lora_adapters",
         flag=("launcher",),
         variable=("shard",),

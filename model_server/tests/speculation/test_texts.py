@@ -1,0 +1,119 @@
+"""Texts are the same with drafts and without, whatever the drafts are and whenever they are switched on or off."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funitel.model_server.executor.executor import Executor
+from funitel.proto.step import Generation, GrammarType, RowUpdate, SequenceStart
+from funitel_testing.drafters import KnownDrafter
+from funitel_testing.executors import collect, decode, ids_of, keep_rows, load_executor, prefill, run_alone, start
+from funitel_testing.tiny import byte_tokenizer, save_tiny
+from funitel_testing.zoo import ZOO
+
+SHARES = {"right": 1.0, "wrong": 0.0, "either": 0.7}
+MOST = 4
+
+
+class Always:
+    """A gain that never turns drafts down."""
+
+    def next_width(self, limit: int) -> int:
+        return limit
+
+    def observe(self, num_drafts: int, num_accepted: int, most: int) -> None:
+        pass
+
+
+def load(folder: Path, **settings: Any) -> Executor:
+    executor = load_executor(folder, speculate=MOST, **settings)
+    assert executor.speculator is not None
+    executor.speculator._gains.begin = lambda key, most: Always()  # type: ignore[method-assign,assignment,return-value]
+    return executor
+
+
+@pytest.fixture(scope="module", params=["fused", "torch", "hybrid"])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    folder = tmp_path_factory.mktemp("tiny")
+    if request.param == "hybrid":
+        ZOO["qwen3_5"].save(folder)
+        byte_tokenizer().save(str(folder / "tokenizer.json"))
+        return load(folder)
+    save_tiny("llama", folder)
+    if request.param == "fused":
+        return load(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("funitel.model_server.loading.decoder.load_fused", lambda *_: None)
+        return load(folder)
+
+
+def sequence(i: int, max_new_tokens: int = 12, **fields: Any) -> SequenceStart:
+    prompt = [(7 * i + 3 * k * k + k) % 200 + 20 for k in range(4 + i % 5)]
+    return start(i, prompt, max_new_tokens, **fields)
+
+
+def with_drafts(executor: Executor, starts: list[SequenceStart], drafter: KnownDrafter, switch: bool = False) -> tuple[
+    dict[int, list[Generation]], int
+]:
+    """What all of them get in one batch with drafts; `switch`: which are turned off and on on the way."""
+    speculator = executor.speculator
+    assert speculator is not None
+    speculator.drafter = drafter
+    from dataclasses import replace
+
+    found: dict[int, list[Generation]] = {}
+    result = prefill(executor, 1, [replace(each, speculate=MOST) for each in starts])
+    collect(result, found)
+    num_steps = 1
+    for step in itertools.count():
+        if result.batch is None:
+            break
+        finished = {g.request_id for g in result.generations if g.finished is not None}
+        batch = result.batch
+        if finished:
+            batch = keep_rows(executor, batch.id, [i for i in batch.request_ids if i not in finished])
+        updates = []
+        if switch and step % 2:
+            updates = [RowUpdate(i, (), None, (), 0 if (i + step) % 4 == 1 else 3) for i in batch.request_ids]
+        result = decode(executor, [batch], updates)
+        assert 0 <= result.num_accepted_tokens <= result.num_draft_tokens
+        assert sum(g.num_accepted for g in result.generations) == result.num_accepted_tokens
+        collect(result, found)
+        num_steps += 1
+    return found, num_steps
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_p": 0.95},
+    "penalties": {"do_sample": True, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "count_penalty": 0.4},
+    "watermark": {"watermark": True},
+    "top": {"top_n_tokens": 3, "do_sample": True, "top_k": 20},
+    "rules": {"min_new_tokens": 5, "banned_tokens": ((40, 41), (50,)), "ignore_eos": False},
+    "raw": {"do_sample": True, "temperature": 1.5, "raw_logprobs": True},
+    "grammar": {"grammar": "[ab]{3}(xyz|xzy)[0-9]{2,6}", "grammar_type": GrammarType.REGEX, "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_texts_are_those_without_drafts(executor: Executor, how: str) -> None:
+    starts = [sequence(i, seed=i, **HOW[how]) for i in range(1, 9)]
+    alone = {each.request_id: run_alone(executor, each) for each in starts}
+    texts = {each.request_id: [*each.input_ids, *ids_of(alone[each.request_id])] for each in starts}
+    for share, switch in itertools.product(SHARES.values(), (False, True)):
+        found, num_steps = with_drafts(executor, starts, KnownDrafter(texts, share), switch)
+        for i, expected in alone.items():
+            assert ids_of(found[i]) == ids_of(expected)
+            pieces = [piece for g in found[i] for piece in g.tokens.texts]
+            assert pieces == [piece for g in expected for piece in g.tokens.texts]
+            logprobs = [logprob for g in found[i] for logprob in g.tokens.logprobs]
+            assert logprobs == pytest.approx([logprob for g in expected for logprob in g.tokens.logprobs], abs=1e-4)
+            assert found[i][-1].finished == expected[-1].finished
+            tops = [top.ids for g in found[i] for top in g.top_tokens]
+            assert tops == [top.ids for g in expected for top in g.top_tokens]
+        longest = max(len(generations) for generations in alone.values())
+        if share == 1.0 and not switch:
+            assert num_steps <= 1 + -(-12 // MOST), "drafts that are right save steps"
+        assert num_steps <= longest + 1

@@ -1,0 +1,49 @@
+"""Drafters that are right, wrong, or either: what they draft is known to the tests."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.speculation.interface import DraftRow
+
+
+class KnownDrafter:
+    """Drafts the tokens that `texts` (by request: prompt and completion) have next, each spoilt at random.
+
+    Args:
+        texts: all tokens of each request.
+        share: of drafts that are as in the text; 1.0: all, 0.0: none.
+        vocab_size: spoilt tokens are below it.
+        seed: of what is spoilt.
+    """
+
+    name = "known"
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, texts: Mapping[int, Sequence[int]], share: float, vocab_size: int = 256, seed: int = 0) -> None:
+        self.texts = texts
+        self.num_proposed = 0
+        self._share = share
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+
+    def observe(self, batch: ForwardBatch, next_ids: torch.Tensor, hidden: torch.Tensor | None) -> None:
+        """See Drafter."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """See Drafter."""
+        return [self._drafts(row) for row in rows]
+
+    def _drafts(self, row: DraftRow) -> list[int]:
+        assert 4 * len(row.block_table) >= len(row.tokens) + row.limit or len(row.block_table) > 24
+        following = list(self.texts.get(row.request_id, ()))[len(row.tokens) :][: row.limit]
+        following += [0] * (row.limit - len(following))
+        self.num_proposed += len(following)
+        return [self._spoilt(token_id) for token_id in following]
+
+    def _spoilt(self, token_id: int) -> int:
+        if self._random.random() < self._share:
+            return token_id
+        return (token_id + 1 + self._random.randrange(self._vocab_size - 1)) % self._vocab_size
