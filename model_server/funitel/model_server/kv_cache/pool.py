@@ -94,14 +94,15 @@ class KVCache:
         _put(self.index_keys[layer], slots, keys)
 
     def wipe(self, blocks: Sequence[int]) -> None:
-        """Make blocks zeros again: of scores that are no numbers, some may lie there."""
+        """Make blocks zeros again: of scores that are no numbers, some may lie there.
+
+        The companion's stay as they are: drafts may be wrong, and it knows what it has computed.
+        """
         places = upload(np.array(blocks, dtype=np.int64), self.pool.device)
         words = self.pool.view(self.num_blocks, -1).view(torch.uint8)  # in every kind of numbers zeros are zero bytes
         if words.shape[1] % 8 == 0:
             words = words.view(torch.int64)
         words.index_fill_(0, places, 0)
-        if self.companion is not None:
-            self.companion.wipe(blocks)
 
 
 def is_float8(dtype: torch.dtype) -> bool:

@@ -348,9 +348,14 @@ class ModelServerSettings:
     )
     speculate: int = setting(
         0,
-        "Maximum number of draft tokens that a step verifies for each sequence; drafts are looked up in the sequence's "
-        "own tokens. 0 for none.",
+        "Maximum number of draft tokens that a step verifies for each sequence, made by --draft-model, else by the "
+        "model's own MTP layer, else looked up in the sequence's own tokens. 0 for none.",
         bounds=Bounds(minimum=0, maximum=MAX_SPECULATE),
+    )
+    draft_model: str | None = setting(
+        None,
+        "Model that makes the draft tokens of --speculate, as --model-id: one with the same tokenizer, or an EAGLE-3 "
+        "head for this model.",
     )
     watermark_gamma: float = setting(0.5, "Fraction of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "Value that a watermark adds to the logits of favoured tokens.")
@@ -381,6 +386,10 @@ class ModelServerSettings:
             0.0 < self.watermark_gamma < 1.0, f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}"
         )
         require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
+        require(
+            self.draft_model is None or self.speculate > 0,
+            f"--draft-model {self.draft_model} makes drafts for --speculate, which is {self.speculate}",
+        )
         require(
             self.num_threads is None or self.most_threads is None,
             f"--most-threads {self.most_threads} bounds the tuning of threads, "

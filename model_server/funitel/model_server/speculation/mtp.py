@@ -6,7 +6,8 @@ layers the first makes every draft.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def find_names(spec: ModelSpec, weights: Weights) -> MtpNames | None:
     """The names in this checkpoint; None where it has no such layer."""
     for layout in LAYOUTS.values():
         places = {"p": weights.prefix, "n": str(spec.num_layers)}
-        stems = {name: _filled(getattr(layout, name), places) for name in _STEMS}
+        stems: dict[str, Any] = {name: _filled(getattr(layout, name), places) for name in _STEMS}
         names = replace(layout, **stems)
         if weights.has_linear(names.fuse):
             return names
