@@ -61,6 +61,7 @@ class ShardRow:
     blocks: list[int]
     num_computed: int
     state_slot: int
+    saves: list[StateSave] = field(default_factory=list)
     has_ended: bool = False
 
 
@@ -72,6 +73,7 @@ class Shard:
     rows: dict[int, ShardRow] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> token
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by slot, the tokens that made it
+    num_accepted: int = 0
 
     def step(self, plan: StepPlan) -> StepResult:
         asked: dict[int, int | None] = {}
@@ -113,16 +115,52 @@ class Shard:
             state = self.states[row.state_slot]
             assert state == tuple(row.tokens[: row.num_computed]), "another's state"
             self.states[row.state_slot] = tuple(row.tokens[:end])
+        most = end + (row.wish.sequence.request.speculate if count == 1 else 0)
         for save in saves:
-            assert row.num_computed < save.position <= end, "a state of tokens that are not computed now"
-            self.states[save.slot] = tuple(row.tokens[: save.position])
+            assert row.num_computed < save.position, "a state of tokens that were computed before"
+            assert save.position <= most + row.wish.sequence.request.speculate, "a state of tokens far ahead"
+        row.saves += saves
         row.num_computed = end
-        if end < len(row.tokens) or count == 0:
-            return None
-        return self._generate(row)
+        if end == len(row.tokens) and count:
+            return self._generate(row, is_decoding=count == 1)
+        self._save(row)
+        return None
 
-    def _generate(self, row: ShardRow) -> Generation:
-        request, new = row.wish.sequence.request, []
+    def _save(self, row: ShardRow) -> None:
+        for save in row.saves:
+            if save.position <= row.num_computed:
+                self.states[save.slot] = tuple(row.tokens[: save.position])
+        row.saves = [save for save in row.saves if save.position > row.num_computed]
+
+    def _accept(self, row: ShardRow) -> list[int]:
+        """Take some of the drafts; of the others garbage is left in the blocks."""
+        request, new = row.wish.sequence.request, list[int]()
+        num_left = row.wish.num_tokens - (len(row.tokens) - len(request.input_ids))
+        room = len(row.blocks) * BLOCK - len(row.tokens)
+        num_drafts = min(request.speculate, room, num_left - 1)
+        place = len(row.tokens)
+        for position in range(place, place + num_drafts):
+            self.memory[row.blocks[position // BLOCK], position % BLOCK] = -1
+        for _ in range(max(0, sum(row.tokens[-3:]) % (num_drafts + 1))):
+            new.append(next_token(row.tokens))
+            position = len(row.tokens)
+            self.memory[row.blocks[position // BLOCK], position % BLOCK] = new[-1]
+            row.tokens.append(new[-1])
+        row.num_computed += len(new)
+        self.num_accepted += len(new)
+        if row.state_slot:
+            self.states[row.state_slot] = tuple(row.tokens[: row.num_computed])
+        for save in row.saves:
+            if row.num_computed < save.position <= place + num_drafts:
+                self.states[save.slot] = (-1,)
+        return new
+
+    def _generate(self, row: ShardRow, *, is_decoding: bool) -> Generation:
+        request, new = row.wish.sequence.request, list[int]()
+        if is_decoding and len(row.tokens) > len(request.input_ids):
+            new = self._accept(row)
+        accepted = len(new)
+        self._save(row)
         while True:
             new.append(next_token(row.tokens))
             row.tokens.append(new[-1])
@@ -131,7 +169,7 @@ class Shard:
                 break
         tokens = Tokens(tuple(new), (0.0,) * len(new), ("",) * len(new))
         finished = GeneratedText("", row.wish.num_tokens, FinishReason.EOS_TOKEN) if row.has_ended else None
-        return Generation(row.wish.sequence.id, tokens, finished=finished)
+        return Generation(row.wish.sequence.id, tokens, finished=finished, num_accepted=accepted)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -178,6 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, MOST_COMPLETION),
         ends_early=st.booleans(),
         has_spans=st.booleans(),
+        speculate=st.sampled_from([0, 0, 1, 3, 6]),
         key=st.sampled_from([b"", b"", b"a", b"b"]),
         priority=st.sampled_from([0, 0, -2, 2]),
     )
@@ -189,6 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens: int,
         ends_early: bool,
         has_spans: bool,
+        speculate: int,
         key: bytes,
         priority: int,
     ) -> None:
@@ -200,6 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stopping=StoppingParams(max_new_tokens=max_new_tokens),
             key=key,
             priority=priority,
+            speculate=speculate,
         )
         num_tokens = 1 + max_new_tokens // 3 if ends_early else max_new_tokens
         wish = Wish(Sequence(number, request, arrived=float(number)), num_tokens, has_spans)
@@ -308,8 +349,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if count:
                 computed, pending = sequence.ahead()
                 assert pending == 1
-                assert computed + count <= len(sequence.blocks) * BLOCK
-                assert computed + count < sequence.num_prompt + sequence.request.stopping.max_new_tokens
+                most = sequence.most_ahead(computed + count, count)
+                assert most <= len(sequence.blocks) * BLOCK
+                assert most < sequence.num_prompt + sequence.request.stopping.max_new_tokens
 
     @invariant()
     def what_is_found_by_its_tokens_is_there(self) -> None:

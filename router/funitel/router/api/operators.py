@@ -50,6 +50,7 @@ async def info(http: HttpRequest) -> Response:
         max_total_tokens=limits.max_total_tokens,
         validation_workers=settings.validation_workers,
         max_client_batch_size=settings.max_client_batch_size,
+        speculate=limits.max_speculate or None,
         router=ROUTER_NAME,
         version=service.version,
         sha=settings.git_sha,

@@ -12,11 +12,15 @@ MAX_PRIORITY = 100  # and -100 is the least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the size of the pool in tokens."""
+    """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the size of the pool in tokens.
+
+    `max_speculate` is the maximum of draft tokens in a step of a request; 0: nothing makes drafts.
+    """
 
     max_input_tokens: int
     max_total_tokens: int
     pool_tokens: int
+    max_speculate: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Request:
     deadline: float | None = None  # instant of the monotonic clock after which the answer is of no use
     request_id: str = ""  # of its HTTP request, for logs
     key_name: str | None = None  # of its API key
+    speculate: int = 0  # maximum of draft tokens that a step verifies
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +113,15 @@ class Sequence:
             known += computed == known
         is_ending = known >= self.num_prompt + self.request.stopping.max_new_tokens
         return computed, 0 if is_ending else known - computed
+
+    def most_ahead(self, computed: int, num_steps: int = 0) -> int:
+        """Return the tokens computed after all steps in flight and `num_steps` more, if all drafts are accepted.
+
+        `computed` are those after these steps if none is. The last token of a sequence is never computed.
+        """
+        last = self.num_prompt + self.request.stopping.max_new_tokens - 1
+        most = computed + self.request.speculate * (len(self.in_flight) + num_steps)
+        return max(computed, min(most, last))
 
     def brings_token(self, computed: int, pending: int) -> bool:
         """Whether the next step brings a token, so that the sequence decodes; takes the values of `ahead`."""

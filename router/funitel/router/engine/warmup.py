@@ -1,6 +1,7 @@
 """Warmup: make an engine of connected shards, with the limits and the policy that they allow."""
 
 import logging
+from dataclasses import replace
 
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings.fields import require
@@ -60,6 +61,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     # A plain peer's pool counts block 0, which must stay unused.
     num_blocks = (smallest.pool_tokens or 0) // block_size - (1 if is_plain else 0)
     limits = _limits(settings, smallest, is_chunked, num_blocks * block_size)
+    if not is_plain and Capability.SPECULATION in replica.capabilities:
+        limits = replace(limits, max_speculate=min(info.speculate for info in replica.infos))
     policy = SchedulerPolicy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,

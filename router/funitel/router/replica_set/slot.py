@@ -25,6 +25,7 @@ _ALIKE = (
     "capabilities",
     "vocab_size",
     "num_opening_tokens",
+    "speculate",
 )
 
 
@@ -81,6 +82,7 @@ def smallest_limits(limits: Seq[Limits]) -> Limits:
         max_input_tokens=min(each.max_input_tokens for each in limits),
         max_total_tokens=min(each.max_total_tokens for each in limits),
         pool_tokens=min(each.pool_tokens for each in limits),
+        max_speculate=min(each.max_speculate for each in limits),
     )
 
 

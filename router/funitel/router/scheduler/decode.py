@@ -23,6 +23,7 @@ class DecodePart:
     updates: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # blocks granted, tokens pending
     with_pending: list[Sequence] = field(default_factory=list)  # have more to compute
     load: StepLoad = field(default_factory=StepLoad)
+    spare_blocks: int | None = None  # that no sequence must have; None: not counted yet
 
 
 class RunningSet:
@@ -75,8 +76,15 @@ class RunningSet:
         missing = 0
         for sequence in self._not_plain.values():
             computed, pending = sequence.ahead()
+            if sequence.request.speculate:
+                computed = self._reach(sequence, computed)
             missing += max(0, -(-(computed + pending) // size) - len(sequence.blocks))
         return missing
+
+    def _reach(self, sequence: Sequence, computed: int) -> int:
+        """Tokens that the steps in flight can have computed at most; drafts stay within the blocks that there are."""
+        held = len(sequence.blocks) * self._blocks.block_size
+        return max(computed, min(sequence.most_ahead(computed), held))
 
     def decode(self) -> DecodePart:
         """Let every decoding sequence compute a token in the next step, and grant all of them the blocks they need.
@@ -108,9 +116,13 @@ class RunningSet:
         begun, pending = sequence.ahead()
         if not pending:
             return
-        granted = self._grant(sequence, begun + pending)
+        most = begun + 1  # tokens computed with this step
+        if sequence.request.speculate:
+            most, granted = self._grant_drafts(sequence, begun, pending, part)
+        else:
+            granted = self._grant(sequence, begun + pending)
         checkpoints = self._checkpoints
-        if granted or pending > 1 or (checkpoints is not None and checkpoints.is_due(sequence, begun + 1)):
+        if granted or pending > 1 or (checkpoints is not None and checkpoints.is_due(sequence, begun, most)):
             part.updates[sequence.id] = granted, pending
         count = part.computed[sequence.id] = int(sequence.brings_token(begun, pending))
         if pending > count:
@@ -121,17 +133,38 @@ class RunningSet:
         part.load.decode_context += sequence.num_known
         self._shares.charge(sequence, 1)
         if pending == 1 and sequence.num_pending == 1 and not sequence.num_repeated:
-            self._mark_plain(sequence, begun + 1)
+            self._mark_plain(sequence, most)
 
     def _mark_plain(self, sequence: Sequence, computed: int) -> None:
-        """Predict how often a sequence just decodes: until it needs a block, or has its maximum length."""
+        """Predict how often a sequence just decodes: until it may need a block, or have its maximum length.
+
+        With this step it has computed at most so many tokens.
+        """
         last = sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
         end = min(last, len(sequence.blocks) * self._blocks.block_size)
         if self._checkpoints is not None:
             end = min(end, self._checkpoints.next_due(computed) - 1)
-        if end > computed:
-            sequence.num_plain_steps = end - computed
+        num_steps = (end - computed) // (1 + sequence.request.speculate)
+        if num_steps > 0:
+            sequence.num_plain_steps = num_steps
             del self._not_plain[sequence.id]
+
+    def _grant_drafts(
+        self, sequence: Sequence, begun: int, pending: int, part: DecodePart
+    ) -> tuple[int, tuple[int, ...]]:
+        """Grant what a step needs that may have drafts; blocks for these only if nobody else needs them.
+
+        Returns the most tokens that are computed with it, and the blocks.
+        """
+        if part.spare_blocks is None:
+            part.spare_blocks = self._blocks.num_free - self.missing_blocks()
+        granted = self._grant(sequence, self._reach(sequence, begun) + pending)
+        wanted = sequence.most_ahead(begun + pending, 1)
+        missing = self._blocks.blocks_for(wanted) - len(sequence.blocks)
+        if 0 < missing <= part.spare_blocks:
+            part.spare_blocks -= missing
+            granted += self._grant(sequence, wanted)
+        return min(wanted, len(sequence.blocks) * self._blocks.block_size), granted
 
     def _grant(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """Give a sequence the blocks that its first `num_tokens` need; returns the new ones."""

@@ -196,6 +196,7 @@ class PrefillPlanner:
             state_from=0 if state is None else state.source,
             state_saves=saves,
             mirostat_mu=sequence.mirostat_mu,
+            speculate=request.speculate,
         )
 
     # Spending -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,12 @@ def check_result(
         return "a request got tokens twice in one step"
     if not given.keys() <= plan.computed.keys():
         return f"request {min(given.keys() - plan.computed.keys())} got tokens, which computed nothing in the step"
+    for generation in result.generations:
+        if generation.num_accepted:
+            accepted, sequence = generation.num_accepted, running.get(generation.request_id)
+            if sequence is not None and accepted > min(sequence.request.speculate, len(generation.tokens.ids) - 1):
+                most = sequence.request.speculate
+                return f"request {sequence.id} had {accepted} drafts accepted, it may have {most} and one token more"
     updated = [*(start.request_id for start in plan.starts), *(row.request_id for row in plan.rows)]
     for i in updated:  # all others are due one
         if i in given and i in running and running[i].num_pending > plan.computed[i]:

@@ -131,7 +131,10 @@ class Scheduler:
         if self._checkpoints is not None:
             sequence = self.running[sequence_id]
             begun, _ = sequence.ahead()
-            saves = self._checkpoints.save(sequence, begun, begun + count)
+            end = begun + count
+            if sequence.request.speculate and count == 1:
+                end = min(sequence.most_ahead(end, 1), len(sequence.blocks) * self.blocks.block_size)
+            saves = self._checkpoints.save(sequence, begun, end)
         return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves)
 
     def _budget(self, load: StepLoad) -> ChunkBudget:
@@ -239,7 +242,7 @@ class Scheduler:
             ids = generation.tokens.ids
             sequence.output_ids.extend(ids)
             if len(ids) != 1:
-                self._note_several_tokens(sequence)
+                self._note_several_tokens(sequence, generation)
             if generation.finished is not None:
                 self.remove(sequence)
             delivered.append((sequence, generation))
@@ -260,9 +263,17 @@ class Scheduler:
                 self.blocks.states.withdraw(sequence.block_key(i, size))
         self.remove(sequence)
 
-    def _note_several_tokens(self, sequence: Sequence) -> None:
-        """A sequence got more than the one token expected: the rest of a forced span, or speculated ones."""
-        self._running.mark_not_plain(sequence)
+    def _note_several_tokens(self, sequence: Sequence, generation: Generation) -> None:
+        """A sequence got more than the one token expected: accepted drafts, the rest of a forced span, or both."""
+        accepted, size = generation.num_accepted, self.blocks.block_size
+        if accepted:
+            begun = sequence.num_computed
+            sequence.num_computed = computed = begun + accepted
+            self.shares.charge(sequence, accepted)
+            if self.policy.has_prefix_cache and begun // size != computed // size:
+                self._publish(sequence, begun // size, computed // size)
+        if len(generation.tokens.ids) - accepted != 1:
+            self._running.mark_not_plain(sequence)
         if self.policy.is_plain:  # such a shard has computed all but one of those that it speculated
             sequence.num_computed = sequence.num_known - 1
 

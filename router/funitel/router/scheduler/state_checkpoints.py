@@ -90,9 +90,9 @@ class StateCheckpoints:
 
     # Saving ---------------------------------------------------------------------------------------------------------
 
-    def is_due(self, sequence: Sequence, position: int) -> bool:
-        """Whether the state after `position` tokens is to be saved."""
-        return sequence.state is not None and any(self._due(sequence.state, position - 1, position))
+    def is_due(self, sequence: Sequence, begin: int, end: int) -> bool:
+        """Whether a state is to be saved by a step that computes tokens from `begin` up to `end`."""
+        return sequence.state is not None and any(self._due(sequence.state, begin, end))
 
     def next_due(self, computed: int) -> int:
         """Return the next number of tokens of a completion, above `computed`, after which its state may be saved."""
@@ -128,6 +128,8 @@ class StateCheckpoints:
         """Token counts above `begin` up to `end` after which a state is to be saved, in order."""
         if not self._has_cache:
             return
+        if row.saves:  # with drafts, a step may get less far than was planned for
+            begin = max(begin, row.saves[-1].position)
         yield from (position for position in row.borders if begin < position <= end)
         first = max(begin, row.num_known) // self._interval + 1
         yield from range(first * self._interval, end + 1, self._interval)

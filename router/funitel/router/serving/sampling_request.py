@@ -61,6 +61,7 @@ class SamplingRequest:
     adapter_id: str | None = None
     cache_salt: str = ""
     priority: int | None = None
+    speculate: int | None = None  # maximum of draft tokens in a step; None: the server's
 
     def resolved(self, recommended: RecommendedSampling) -> "SamplingRequest":
         """The same with `do_sample` decided, by the rules of `/v1` where it is None."""

@@ -61,6 +61,13 @@ def check_parameters(
         f"`$truncate` must be strictly positive and less than {limits.max_input_tokens}",
         truncate,
     )
+    speculate = sampling.speculate or 0
+    _require(
+        0 <= speculate <= limits.max_speculate,
+        "speculate",
+        f"`$speculate` must be >= 0 and <= {limits.max_speculate}, --speculate of this server",
+        speculate,
+    )
     _check_supported(sampling)
     if sampling.strategy is not None:
         check_strategy(sampling, sampling.strategy)
@@ -222,6 +229,8 @@ def build_request(
     prompt = truncated(input_ids, sampling.truncate)
     _require(bool(prompt), "inputs", "`$inputs` cannot be empty: the prompt has no tokens")
     max_new_tokens = completion_limit(len(prompt), sampling.max_new_tokens, limits)
+    strategy = sampling.strategy if sampling.strategy and sampling.strategy.used else None
+    speculate = limits.max_speculate if sampling.speculate is None else sampling.speculate
     least = sampling.min_new_tokens
     _require(
         least <= max_new_tokens, "min_new_tokens", f"`$min_new_tokens` must be <= {max_new_tokens}, the most", least
@@ -250,7 +259,7 @@ def build_request(
             stop_token_ids=sampling.stop_token_ids,
             allowed_token_ids=sampling.allowed_token_ids,
             banned_tokens=banned_tokens,
-            strategy=sampling.strategy if sampling.strategy and sampling.strategy.used else None,
+            strategy=strategy,
         ),
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens, stop_sequences=sampling.stop, ignore_eos=sampling.ignore_eos
@@ -264,6 +273,7 @@ def build_request(
         shows_special=sampling.shows_special,
         shows_stop=sampling.shows_stop,
         cache_salt=sampling.cache_salt,
+        speculate=0 if strategy else speculate,  # the memory of a strategy would have to be taken back
     )
 
 

@@ -193,6 +193,8 @@ class Replica:
             total_ns=slowest.total_ns,
             concat_ns=slowest.concat_ns,
             memories=next((result.memories for result in results if result.memories), ()),
+            num_draft_tokens=slowest.num_draft_tokens,
+            num_accepted_tokens=slowest.num_accepted_tokens,
         )
         return StepAnswer(combined, results, ended)
 

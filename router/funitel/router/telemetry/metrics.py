@@ -183,6 +183,10 @@ class Metrics:
             self._forwards.inc(result.num_forwards, str(self._first_rank + rank))
         self._forward_rows.observe(results[0].num_forward_rows)
         self._forward_tokens.inc(results[0].num_forward_tokens)
+        if results[0].num_draft_tokens:
+            accepted = results[0].num_accepted_tokens
+            self._draft_tokens.inc(accepted, "accepted")
+            self._draft_tokens.inc(results[0].num_draft_tokens - accepted, "rejected")
 
     def observe_filter(self, method: str, seconds: float) -> None:
         """Note the time it took to drop finished sequences after a step."""
@@ -378,6 +382,7 @@ class Metrics:
         self._forwards = FastCounter("funitel_forwards", "Forward passes of a rank.", self.registry, "rank")
         self._forward_rows = FastHistogram("funitel_forward_rows", "Sequences in a step.", SIZE_BUCKETS, self.registry)
         self._forward_tokens = self._sum("funitel_forward_tokens", "Tokens computed.")
+        self._draft_tokens = FastCounter("funitel_draft_tokens", "Draft tokens verified.", self.registry, "outcome")
         self._weight_bytes = self._gauge("funitel_weight_bytes", "Weights a rank holds.", "rank")
         self._sharded_weight_bytes = self._gauge(
             "funitel_sharded_weight_bytes", "Weights a rank holds that are split between ranks.", "rank"

@@ -34,6 +34,9 @@ class StrategyFields(Body):
         default=None, description="Words that the answer never has."
     )
     allowed_token_ids: list[U32] | None = Field(default=None, description="The only tokens that the answer may have.")
+    speculate: U32 | None = Field(
+        default=None, description="Most draft tokens that a step verifies; --speculate of the server if absent."
+    )
     decoding_alg: Annotated[str, AfterValidator(_algorithm)] | None = Field(
         default=None, description=f"Sets the fields of a strategy that are not given: {', '.join(ALGORITHMS)}."
     )

@@ -122,6 +122,7 @@ class GenerateParameters(StrategyFields):
             adapter_id=self.adapter_id,
             cache_salt=self.cache_salt or "",
             priority=self.priority,
+            speculate=self.speculate,
         )
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
 
@@ -273,6 +274,9 @@ class Info(BaseModel):
     max_total_tokens: int
     validation_workers: int
     max_client_batch_size: int
+    speculate: int | None = Field(
+        default=None, exclude_if=is_none, description="Most draft tokens of a step; absent without speculation."
+    )
     router: str
     version: str
     sha: str | None = None

@@ -217,5 +217,6 @@ class SamplingFields(StrategyFields):
             top_n_tokens=top_logprobs,
             raw_logprobs=top_logprobs is not None,
             strategy=self.strategy,
+            speculate=self.speculate,
         )
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
