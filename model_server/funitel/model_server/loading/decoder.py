@@ -9,11 +9,12 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype, find_eos, join_ranks, set_threads
-from funitel.model_server.loading.drafters import Target, add_drafter, plan_drafter
+from funitel.model_server.loading.drafters import Target, add_drafter, plan_drafter, refuse_drafter
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
@@ -44,6 +45,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         )
     if device.type == "cpu":
         _tell_of_gpu_settings(settings)
+    refuse_drafter(settings, read_json(folder / "config.json"))
     try:
         spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     except NoRow as no_row:

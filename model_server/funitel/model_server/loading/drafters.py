@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from funitel.model_server.speculation.draft_model import DraftModel
 from funitel.model_server.speculation.eagle3 import Eagle3Head, eagle3_spec, is_eagle3
 from funitel.model_server.speculation.heads import DraftHead, HeadDrafter
 from funitel.model_server.speculation.interface import Drafter
+from funitel.model_server.speculation.medusa import MedusaDrafter, MedusaHeads, is_medusa
 from funitel.model_server.speculation.pools import DraftPools
 from funitel.model_server.speculation.tables import VocabTables
 from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
@@ -37,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class PoolDrafter(Drafter, Protocol):
-    """A drafter with a pool of its own."""
+    """A drafter that may have a pool of its own, and is told when there is a new one."""
 
     def take_pool(self, pool: KVCache | None) -> None:
-        """Keep keys and values there from now on."""
+        """Keep keys and values there from now on; what it knew of sequences is gone."""
 
 
 @dataclass(slots=True)
@@ -64,11 +66,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter, how its pool is made, and what it takes beside the target."""
+    """A drafter, how its pool is made if it has one, and what it takes beside the target."""
 
     drafter: PoolDrafter
-    pools: Pools
+    pools: Pools | None
     footprint: Bytes
+    step_bytes: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,15 @@ def add_drafter(plan: DrafterPlan, loaded: Loaded, pools: Pools) -> tuple[Drafte
     names = ("held_bytes", "sharded_bytes", "total_sharded_bytes")
     kept = Bytes(*[getattr(loaded.footprint, name) + getattr(draft.footprint, name) for name in names])
     logger.info("drafter=%s weight_bytes=%d", plan.name, draft.footprint.held_bytes)
-    return draft.drafter, replace(loaded, footprint=kept), DraftPools(pools, draft.pools, draft.drafter.take_pool)
+    step_bytes, own = loaded.step_bytes, draft.step_bytes
+    if step_bytes is not None and own is not None:  # one computes after the other
+        step_bytes = partial(_larger, step_bytes, own)
+    loaded = replace(loaded, footprint=kept, step_bytes=step_bytes)
+    return draft.drafter, loaded, DraftPools(pools, draft.pools, draft.drafter.take_pool)
+
+
+def _larger(first: Callable[[int], int], second: Callable[[int], int], num_tokens: int) -> int:
+    return max(first(num_tokens), second(num_tokens))
 
 
 def _plan_mtp(target: Target) -> DrafterPlan | None:
@@ -130,7 +141,8 @@ def _plan_mtp(target: Target) -> DrafterPlan | None:
     def load(loaded: Loaded) -> LoadedDrafter:
         weights.dtype = _dtype_of(loaded)
         attention = _attention(target, layer, loaded.parallel, weights.dtype)
-        head = mtp.build(spec, loaded.decoder, layer, names, weights, loaded.parallel, attention)
+        tables = VocabTables.of(spec, loaded.decoder, weights, loaded.parallel)
+        head = mtp.MtpHead(layer, names, weights, tables, loaded.parallel, attention)
         return _loaded_head("mtp", head, layer, weights, loaded, target)
 
     return DrafterPlan("mtp", mtp.MtpHead.hidden_layers, load)
@@ -147,6 +159,37 @@ def _plan_eagle3(target: Target, folder: Path, config: Mapping[str, Any]) -> Dra
         return _loaded_head("eagle3", head, spec.layer, weights, loaded, target)
 
     return DrafterPlan("eagle3", spec.hidden_layers, load)
+
+
+def _plan_medusa(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
+    def load(loaded: Loaded) -> LoadedDrafter:
+        dtype, parallel, spec = _dtype_of(loaded), loaded.parallel, target.spec
+        whole = Weights(target.folder, dtype, target.device, spec.names.prefix, is_shown=False)
+        weights = Weights(folder, dtype, target.device, is_shown=False)
+        heads = MedusaHeads(
+            folder, config, weights, spec, VocabTables.of(spec, loaded.decoder, whole, parallel), parallel
+        )
+        read = (whole, weights)
+        kept = Bytes(
+            sum(each.held_bytes for each in read),
+            sum(each.sharded_bytes for each in read),
+            sum(each.total_sharded_bytes for each in read),
+        )
+        return LoadedDrafter(MedusaDrafter(heads, target.settings.block_size), None, kept)
+
+    return DrafterPlan("medusa", MedusaDrafter.hidden_layers, load)
+
+
+def is_mlp_speculator(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is one of the speculators that TGI knows besides Medusa."""
+    return config.get("model_type") == "mlp_speculator"
+
+
+def _refuse_mlp_speculator(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
+    raise UnsupportedModel(
+        f"--draft-model {target.settings.draft_model} is an MLP speculator, which is not supported: give a smaller "
+        f"model, an EAGLE-3 head or Medusa heads, or none to look drafts up"
+    )
 
 
 def _plan_model(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
@@ -175,7 +218,8 @@ def _plan_model(target: Target, folder: Path, config: Mapping[str, Any]) -> Draf
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         pools = SpecPools(spec, heads, settings.block_size, draft.kv_dtype, target.device)
         kept = draft.footprint
-        return LoadedDrafter(drafter, pools, Bytes(kept.held_bytes, kept.sharded_bytes, kept.total_sharded_bytes))
+        footprint = Bytes(kept.held_bytes, kept.sharded_bytes, kept.total_sharded_bytes)
+        return LoadedDrafter(drafter, pools, footprint, draft.step_bytes)
 
     return DrafterPlan("draft_model", (), load)
 
@@ -183,8 +227,20 @@ def _plan_model(target: Target, folder: Path, config: Mapping[str, Any]) -> Draf
 Config = Mapping[str, Any]
 KINDS: tuple[tuple[Callable[[Config], bool], Callable[[Target, Path, Config], DrafterPlan]], ...] = (
     (is_eagle3, _plan_eagle3),
+    (is_medusa, _plan_medusa),
+    (is_mlp_speculator, _refuse_mlp_speculator),
 )
 """What a `--draft-model` may be beside a model, by its `config.json`."""
+
+
+def refuse_drafter(settings: ModelServerSettings, config: Config) -> None:
+    """Refuse a `--model-id` that is what makes drafts for another model. Raises: `UnsupportedModel`."""
+    if any(is_kind(config) for is_kind, _ in KINDS):
+        base = config.get("base_model_name_or_path") or "the model that it is for"
+        raise UnsupportedModel(
+            f"{settings.model_id} makes draft tokens for another model: serve {base} with --speculate 3 "
+            f"--draft-model {settings.model_id}"
+        )
 
 
 def _own_settings(settings: ModelServerSettings, folder: Path, loaded: Loaded) -> ModelServerSettings:

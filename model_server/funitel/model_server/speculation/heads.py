@@ -4,7 +4,6 @@ Position i of its sequence is the target's output for token i together with the 
 it predicts token i + 2. Which layer that is, and how the two are joined, a `DraftHead` says.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,10 +12,8 @@ import torch
 
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.speculation.ends import UNKNOWN, End, RowEnds
 from funitel.model_server.speculation.interface import DraftRow
-
-UNKNOWN = -1  # a token that is still to be sampled
-_MAX_ENDS = 2048  # rows of which the end is remembered
 
 
 class DraftHead(Protocol):
@@ -35,23 +32,11 @@ class DraftHead(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """The last position of a row that the target has computed.
-
-    `token` is the one behind it, and `state` the head's for both together; the state before them where it is UNKNOWN.
-    """
-
-    token: int
-    state: torch.Tensor  # [width]
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """What the head computes of a row: its span, and which of the states that enter are its own."""
 
     span: RowSpan
     places: list[int]
-    last: int  # the slot of its last position
 
 
 class HeadDrafter:
@@ -64,7 +49,7 @@ class HeadDrafter:
         self._block_size = block_size
         self._device = device
         self._pool: KVCache | None = None
-        self._ends: OrderedDict[int, _End] = OrderedDict()  # by slot: the last of a sequence is in no other's blocks
+        self._ends = RowEnds(block_size)
 
     def take_pool(self, pool: KVCache | None) -> None:
         """Keep keys and values there from now on; what was observed before is forgotten."""
@@ -87,17 +72,15 @@ class HeadDrafter:
             known = behind_of(own, behind)
             places, tokens, start = list(range(begin, begin + len(known))), known, row.start
             begin += count
-            before = self._ends.get(self._slot(row, start - 1)) if start else None
+            before = self._ends.at(row, start - 1)
             if before is not None and before.token == UNKNOWN:  # whose next token is the first of this step
                 places, tokens, start = [len(ids) + len(late), *places], [own[0], *known], start - 1
                 late.append(before.state)
             if tokens[-1] == UNKNOWN:
-                end = row.start + len(known) - 1
-                self._remember(self._slot(row, end), _End(UNKNOWN, entering[places[-1]].clone()))
+                self._ends.put(row, row.start + len(known) - 1, End(UNKNOWN, entering[places[-1]].clone()))
                 places, tokens = places[:-1], tokens[:-1]
             if tokens:
-                span = RowSpan(tokens, start, row.block_table, "none")
-                parts.append(_Part(span, places, self._slot(row, start + len(tokens) - 1)))
+                parts.append(_Part(RowSpan(tokens, start, row.block_table, "none"), places))
         if parts:
             self._compute(parts, torch.cat((entering, torch.stack(late))) if late else entering)
 
@@ -109,7 +92,7 @@ class HeadDrafter:
         ready: list[int] = []
         states: list[torch.Tensor] = []
         for index, row in enumerate(rows):
-            end = self._end_of(row)
+            end = self._ends.of(row)
             if end is not None and end.token == row.tokens[-1]:
                 ready.append(index)
                 states.append(end.state)
@@ -135,16 +118,13 @@ class HeadDrafter:
         parts: list[_Part] = []
         states: list[torch.Tensor] = []
         for row in rows:
-            end = self._end_of(row)
+            end = self._ends.of(row)
             if end is not None and end.token == UNKNOWN:
                 span = RowSpan([row.tokens[-1]], len(row.tokens) - 2, row.block_table, "none")
-                parts.append(_Part(span, [len(states)], self._slot(row, span.start)))
+                parts.append(_Part(span, [len(states)]))
                 states.append(end.state)
         if parts:
             self._compute(parts, torch.stack(states))
-
-    def _end_of(self, row: DraftRow) -> _End | None:
-        return self._ends.get(self._slot(row, len(row.tokens) - 2)) if row.limit > 0 and len(row.tokens) > 1 else None
 
     def _compute(self, parts: Sequence[_Part], entering: torch.Tensor) -> None:
         """Compute parts of rows, and remember where they end."""
@@ -155,7 +135,7 @@ class HeadDrafter:
             begin += len(part.places)
             lasts.append(begin - 1)
         for part, state in zip(parts, states[lasts], strict=True):
-            self._remember(part.last, _End(part.span.tokens[-1], state))
+            self._ends.put(part.span, part.span.end - 1, End(part.span.tokens[-1], state))
 
     def _step(self, spans: Sequence[RowSpan], places: Sequence[Sequence[int]], entering: torch.Tensor) -> torch.Tensor:
         """The head's states for spans one after the other, of the entering states at `places`."""
@@ -172,16 +152,6 @@ class HeadDrafter:
             begin += len(places[number])
         back = [firsts[number] + i for number in range(len(spans)) for i in range(len(places[number]))]
         return states[back]
-
-    def _slot(self, row: RowSpan | DraftRow, position: int) -> int:
-        block, offset = divmod(position, self._block_size)
-        return int(row.block_table[block]) * self._block_size + offset
-
-    def _remember(self, slot: int, end: _End) -> None:
-        self._ends[slot] = end
-        self._ends.move_to_end(slot)
-        if len(self._ends) > _MAX_ENDS:
-            self._ends.popitem(last=False)
 
 
 def behind_of(ids: Sequence[int], following: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from funitel.model_server.attention.backend import AttentionBackend
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.forward.batch import Forward, ForwardBatch
+from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.linear import Matmul, NormLayer
 from funitel.model_server.layers.rotary import Rotary, rotations_of
@@ -107,11 +107,10 @@ class MtpHead:
     """See DraftHead. States are normalised hidden states: those of the target behind its final norm, and its own.
 
     Args:
-        target: the model's spec.
-        spec: that of the layer.
+        spec: of the layer.
         names: of the tensors around it.
         weights: the model's checkpoint; of it are taken the layer's tensors, and no other of these may be left.
-        tables: the model's embeddings and head.
+        tables: of the model.
         parallel: the ranks.
         attention: of the layer.
     """
@@ -120,7 +119,6 @@ class MtpHead:
 
     def __init__(
         self,
-        target: ModelSpec,
         spec: ModelSpec,
         names: MtpNames,
         weights: Weights,
@@ -133,9 +131,6 @@ class MtpHead:
         self._parallel = parallel
         self._attention = attention
         self._dtype = weights.dtype
-        self._final_norm: NormLayer | None = None
-        if target.names.final_norm:
-            self._final_norm = NormLayer(target, weights, weights.prefix + target.names.final_norm, size)
         weights.prefix = ""  # names of the layer are whole
         self._embedding_norm = NormLayer(spec, weights, names.embedding_norm, size)
         self._hidden_norm = NormLayer(spec, weights, names.hidden_norm, size)
@@ -149,8 +144,7 @@ class MtpHead:
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """See DraftHead."""
-        last = hidden[:, 0].to(self._dtype)
-        return last if self._final_norm is None else self._final_norm(last)
+        return self._tables.normed(hidden[:, 0].to(self._dtype))
 
     def step(self, states: torch.Tensor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """See DraftHead."""
@@ -163,17 +157,3 @@ class MtpHead:
     def choose(self, states: torch.Tensor) -> torch.Tensor:
         """See DraftHead."""
         return likeliest(self._tables.head(states), len(states), self._parallel, states.device)
-
-
-def build(
-    target: ModelSpec,
-    forward: Forward,
-    spec: ModelSpec,
-    names: MtpNames,
-    weights: Weights,
-    parallel: TensorParallel,
-    attention: AttentionBackend,
-) -> MtpHead:
-    """The head, read from the model's checkpoint."""
-    tables = VocabTables.of(target, forward, weights, parallel)
-    return MtpHead(target, spec, names, weights, tables, parallel, attention)
