@@ -10,7 +10,7 @@ from funitel.model_server.executor.executor import Executor
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.speculation.interface import DraftRow
 from funitel.proto.step import Generation, SequenceStart
-from funitel_testing.executors import collect, decode, keep_rows, prefill
+from funitel_testing.executors import BLOCK_SIZE, collect, decode, keep_rows, prefill
 
 
 class KnownDrafter:
@@ -41,7 +41,7 @@ class KnownDrafter:
         return [self._drafts(row) for row in rows]
 
     def _drafts(self, row: DraftRow) -> list[int]:
-        assert 4 * len(row.block_table) >= len(row.tokens) + row.limit or len(row.block_table) > 24
+        assert len(row.block_table) * BLOCK_SIZE >= len(row.tokens) + row.limit
         following = list(self.texts.get(row.request_id, ()))[len(row.tokens) :][: row.limit]
         following += [0] * (row.limit - len(following))
         self.num_proposed += len(following)

@@ -39,6 +39,7 @@ class DownloadSettings:
     model_id: str
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
+    draft_model: str | None = setting(None, "Model that makes draft tokens, to fetch besides.")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(None, _PARENT, env=None)
@@ -355,7 +356,7 @@ class ModelServerSettings:
     draft_model: str | None = setting(
         None,
         "Model that makes the draft tokens of --speculate, as --model-id: one with the same tokenizer, or an EAGLE-3 "
-        "head for this model.",
+        "head or Medusa heads for this model.",
     )
     watermark_gamma: float = setting(0.5, "Fraction of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "Value that a watermark adds to the logits of favoured tokens.")
