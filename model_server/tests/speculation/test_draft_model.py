@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from funitel.model_server.__main__ import download
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.loading.generator import load_generator
-from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import SettingsError, UnsupportedModel
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 from funitel_testing.drafters import run_drafted, watched
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
 from funitel_testing.tiny import save_tiny
@@ -103,3 +104,11 @@ def test_the_pool_has_room_for_both(tmp_path: Path) -> None:
     added = load_executor(other).runner.pools.bytes_per_block
     assert drafting.runner.pools.bytes_per_block == plain.runner.pools.bytes_per_block + added
     assert drafting.runner.pool.num_bytes == drafting.runner.pool.num_blocks * drafting.runner.pools.bytes_per_block
+
+
+def test_a_download_fetches_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_tiny("llama", tmp_path / "target")
+    download(DownloadSettings(model_id=str(folder), draft_model=str(folder)))
+    assert capsys.readouterr().out == f"{folder}\n"
+    with pytest.raises(WeightsError, match=rf"^no such folder or file: {tmp_path}/missing"):
+        download(DownloadSettings(model_id=str(folder), draft_model=f"{tmp_path}/missing"))

@@ -1,6 +1,5 @@
 """EAGLE-3 heads: drafts are those of the layer written out, texts do not change, other heads are refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 

@@ -15,29 +15,11 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import UnsupportedModel, WeightsError
 from funitel_testing.drafters import run_drafted, watched
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
+from funitel_testing.medusa import save_medusa
 from funitel_testing.tiny import save_tiny
 
 MOST = 4
-SIZE, VOCAB = 48, 288
 PROMPTS: dict[int, list[int]] = {1: list(range(40, 60)), 2: list(range(100, 170)), 3: [5, 9]}
-
-
-def save_medusa(
-    folder: Path, num_heads: int = 3, num_blocks: int = 1, *, has_out: bool = True
-) -> dict[str, torch.Tensor]:
-    torch.manual_seed(4)
-    tensors = {}
-    for head in range(num_heads):
-        for block in range(num_blocks):
-            tensors[f"{head}.{block}.linear.weight"] = torch.randn(SIZE, SIZE) * 0.3
-            tensors[f"{head}.{block}.linear.bias"] = torch.randn(SIZE) * 0.3
-        if has_out:
-            tensors[f"{head}.{num_blocks}.weight"] = torch.randn(VOCAB, SIZE)
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "medusa_lm_head.safetensors")
-    config = {"medusa_num_heads": num_heads, "medusa_num_layers": num_blocks, "base_model_name_or_path": "org/base"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return tensors
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from funitel_testing.draft_worker import serve_drafting
 from funitel_testing.eagle3 import Eagle3Oracle
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
 from funitel_testing.mtp import MtpOracle
-from funitel_testing.servers import free_port
 from funitel_testing.ranks import run_ranks
+from funitel_testing.servers import free_port
 from funitel_testing.tiny import byte_tokenizer, save_tiny
 from funitel_testing.zoo import ZOO
 

@@ -45,7 +45,8 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         )
     if device.type == "cpu":
         _tell_of_gpu_settings(settings)
-    refuse_drafter(settings, read_json(folder / "config.json"))
+    if settings.model_spec is None:
+        refuse_drafter(settings, read_json(folder / "config.json"))
     try:
         spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     except NoRow as no_row:
@@ -63,7 +64,8 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
-    plan = plan_drafter(Target(settings, folder, spec, device))
+    target = Target(settings, folder, spec, device)
+    plan = plan_drafter(target)
     parallel = join_ranks(settings, device)
     is_fused = tier is not None and not (plan is not None and plan.reads_middle)
     if tier is not None and not is_fused:
@@ -75,7 +77,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     pools: Pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device, layout)
     drafter: Drafter | None = None
     if plan is not None:
-        drafter, loaded, pools = add_drafter(plan, loaded, pools)
+        drafter, loaded, pools = add_drafter(target, plan, loaded, pools)
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
 
 

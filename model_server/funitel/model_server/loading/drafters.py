@@ -18,7 +18,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import KeepingForward
 from funitel.model_server.hub.resolve import resolve
 from funitel.model_server.kv_cache.pool import KVCache, Pools, SpecPools
-from funitel.model_server.loading.common import Loaded, choose_dtype
+from funitel.model_server.loading.common import Footprint, Loaded, choose_dtype
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
 from funitel.model_server.registry.lookup import spec_of
@@ -28,7 +28,7 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation import mtp
 from funitel.model_server.speculation.draft_model import DraftModel
 from funitel.model_server.speculation.eagle3 import Eagle3Head, eagle3_spec, is_eagle3
-from funitel.model_server.speculation.heads import DraftHead, HeadDrafter
+from funitel.model_server.speculation.heads import HeadDrafter
 from funitel.model_server.speculation.interface import Drafter
 from funitel.model_server.speculation.medusa import MedusaDrafter, MedusaHeads, is_medusa
 from funitel.model_server.speculation.pools import DraftPools
@@ -36,6 +36,8 @@ from funitel.model_server.speculation.tables import VocabTables
 from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
+
+Config = Mapping[str, Any]
 
 
 class PoolDrafter(Drafter, Protocol):
@@ -52,6 +54,15 @@ class Bytes:
     held_bytes: int
     sharded_bytes: int
     total_sharded_bytes: int
+
+    @classmethod
+    def of(cls, *parts: Footprint) -> "Bytes":
+        """Those of several together."""
+        return cls(
+            sum(part.held_bytes for part in parts),
+            sum(part.sharded_bytes for part in parts),
+            sum(part.total_sharded_bytes for part in parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +85,41 @@ class LoadedDrafter:
     step_bytes: Callable[[int], int] | None = None
 
 
+Build = Callable[[Weights, VocabTables, TensorParallel, AttentionBackend], PoolDrafter]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """A drafter that is built on the hidden states of its target.
+
+    `folder` has its weights, below `prefix`; `layer` is the spec of a model of its layer alone, if it has KV. `build`
+    takes its weights, what is around the target's layers, the ranks, and the attention of its layer.
+    """
+
+    folder: Path
+    prefix: str
+    layer: ModelSpec | None
+    build: Build
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A drafter that is a model of its own: its folder and its spec."""
+
+    folder: Path
+    spec: ModelSpec
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
     """A drafter that is still to be loaded, which the target's loaders must know of.
 
-    `hidden_layers` are those of `Drafter`; `load` takes the target once that is loaded.
+    `hidden_layers` are those of `Drafter`.
     """
 
     name: str
     hidden_layers: tuple[int, ...]
-    load: Callable[[Loaded], LoadedDrafter]
+    parts: HeadPlan | ModelPlan
 
     @property
     def reads_middle(self) -> bool:
@@ -110,14 +146,16 @@ def plan_drafter(target: Target) -> DrafterPlan | None:
     return _plan_model(target, folder, config)
 
 
-def add_drafter(plan: DrafterPlan, loaded: Loaded, pools: Pools) -> tuple[Drafter, Loaded, Pools]:
+def add_drafter(target: Target, plan: DrafterPlan, loaded: Loaded, pools: Pools) -> tuple[Drafter, Loaded, Pools]:
     """Load a drafter beside its target; the target and its pools with the drafter's bytes counted."""
     if plan.hidden_layers:
         assert isinstance(loaded.decoder, KeepingForward)
         loaded.decoder.keep_hidden(plan.hidden_layers)
-    draft = plan.load(loaded)
-    names = ("held_bytes", "sharded_bytes", "total_sharded_bytes")
-    kept = Bytes(*[getattr(loaded.footprint, name) + getattr(draft.footprint, name) for name in names])
+    if isinstance(plan.parts, HeadPlan):
+        draft = _load_head(target, plan.parts, loaded)
+    else:
+        draft = _load_model(target, plan.parts, loaded)
+    kept = Bytes.of(loaded.footprint, draft.footprint)
     logger.info("drafter=%s weight_bytes=%d", plan.name, draft.footprint.held_bytes)
     step_bytes, own = loaded.step_bytes, draft.step_bytes
     if step_bytes is not None and own is not None:  # one computes after the other
@@ -130,69 +168,71 @@ def _larger(first: Callable[[int], int], second: Callable[[int], int], num_token
     return max(first(num_tokens), second(num_tokens))
 
 
+def _load_head(target: Target, plan: HeadPlan, loaded: Loaded) -> LoadedDrafter:
+    parallel, dtype, device = loaded.parallel, _dtype_of(loaded), target.device
+    whole = Weights(target.folder, dtype, device, target.spec.names.prefix, is_shown=False)
+    weights = Weights(plan.folder, dtype, device, plan.prefix, is_shown=False)
+    tables = VocabTables.of(target.spec, loaded.decoder, whole, parallel)
+    layer, settings = plan.layer or target.spec, target.settings
+    heads = HeadSplit.of(layer.num_heads, layer.num_kv_heads, parallel.size, parallel.rank)
+    attention = choose_attention(layer, heads, settings.block_size, device, dtype, dtype, settings.attention)
+    drafter = plan.build(weights, tables, parallel, attention)
+    pools = None if plan.layer is None else SpecPools(layer, heads, settings.block_size, dtype, device)
+    return LoadedDrafter(drafter, pools, Bytes.of(whole, weights))
+
+
 def _plan_mtp(target: Target) -> DrafterPlan | None:
-    spec = target.spec
-    weights = Weights(target.folder, torch.float32, target.device, spec.names.prefix, is_shown=False)
-    names = mtp.find_names(spec, weights)
+    prefix = target.spec.names.prefix
+    checkpoint = Weights(target.folder, torch.float32, target.device, prefix, is_shown=False)
+    names = mtp.find_names(target.spec, checkpoint)
     if names is None:
         return None
-    layer = mtp.layer_spec(spec, names, weights)
+    layer = mtp.layer_spec(target.spec, names, checkpoint)
 
-    def load(loaded: Loaded) -> LoadedDrafter:
-        weights.dtype = _dtype_of(loaded)
-        attention = _attention(target, layer, loaded.parallel, weights.dtype)
-        tables = VocabTables.of(spec, loaded.decoder, weights, loaded.parallel)
-        head = mtp.MtpHead(layer, names, weights, tables, loaded.parallel, attention)
-        return _loaded_head("mtp", head, layer, weights, loaded, target)
+    def build(
+        weights: Weights, tables: VocabTables, parallel: TensorParallel, attention: AttentionBackend
+    ) -> PoolDrafter:
+        head = mtp.MtpHead(layer, names, weights, tables, parallel, attention)
+        return HeadDrafter("mtp", head, target.settings.block_size, target.device)
 
-    return DrafterPlan("mtp", mtp.MtpHead.hidden_layers, load)
+    return DrafterPlan("mtp", mtp.MtpHead.hidden_layers, HeadPlan(target.folder, prefix, layer, build))
 
 
-def _plan_eagle3(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
+def _plan_eagle3(target: Target, folder: Path, config: Config) -> DrafterPlan:
     spec = eagle3_spec(config, target.spec)
 
-    def load(loaded: Loaded) -> LoadedDrafter:
-        weights = Weights(folder, _dtype_of(loaded), target.device, is_shown=False)
-        attention = _attention(target, spec.layer, loaded.parallel, weights.dtype)
-        tables = VocabTables.of(target.spec, loaded.decoder, weights, loaded.parallel)
-        head = Eagle3Head(folder, spec, weights, target.spec, tables, loaded.parallel, attention)
-        return _loaded_head("eagle3", head, spec.layer, weights, loaded, target)
+    def build(
+        weights: Weights, tables: VocabTables, parallel: TensorParallel, attention: AttentionBackend
+    ) -> PoolDrafter:
+        head = Eagle3Head(folder, spec, weights, target.spec, tables, parallel, attention)
+        return HeadDrafter("eagle3", head, target.settings.block_size, target.device)
 
-    return DrafterPlan("eagle3", spec.hidden_layers, load)
-
-
-def _plan_medusa(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
-    def load(loaded: Loaded) -> LoadedDrafter:
-        dtype, parallel, spec = _dtype_of(loaded), loaded.parallel, target.spec
-        whole = Weights(target.folder, dtype, target.device, spec.names.prefix, is_shown=False)
-        weights = Weights(folder, dtype, target.device, is_shown=False)
-        heads = MedusaHeads(
-            folder, config, weights, spec, VocabTables.of(spec, loaded.decoder, whole, parallel), parallel
-        )
-        read = (whole, weights)
-        kept = Bytes(
-            sum(each.held_bytes for each in read),
-            sum(each.sharded_bytes for each in read),
-            sum(each.total_sharded_bytes for each in read),
-        )
-        return LoadedDrafter(MedusaDrafter(heads, target.settings.block_size), None, kept)
-
-    return DrafterPlan("medusa", MedusaDrafter.hidden_layers, load)
+    return DrafterPlan("eagle3", spec.hidden_layers, HeadPlan(folder, "", spec.layer, build))
 
 
-def is_mlp_speculator(config: Mapping[str, Any]) -> bool:
+def _plan_medusa(target: Target, folder: Path, config: Config) -> DrafterPlan:
+    def build(
+        weights: Weights, tables: VocabTables, parallel: TensorParallel, attention: AttentionBackend
+    ) -> PoolDrafter:
+        heads = MedusaHeads(folder, config, weights, target.spec, tables, parallel)
+        return MedusaDrafter(heads, target.settings.block_size)
+
+    return DrafterPlan("medusa", MedusaDrafter.hidden_layers, HeadPlan(folder, "", None, build))
+
+
+def is_mlp_speculator(config: Config) -> bool:
     """Whether a `config.json` is one of the speculators that TGI knows besides Medusa."""
     return config.get("model_type") == "mlp_speculator"
 
 
-def _refuse_mlp_speculator(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
+def _refuse_mlp_speculator(target: Target, folder: Path, config: Config) -> DrafterPlan:
     raise UnsupportedModel(
         f"--draft-model {target.settings.draft_model} is an MLP speculator, which is not supported: give a smaller "
         f"model, an EAGLE-3 head or Medusa heads, or none to look drafts up"
     )
 
 
-def _plan_model(target: Target, folder: Path, config: Mapping[str, Any]) -> DrafterPlan:
+def _plan_model(target: Target, folder: Path, config: Config) -> DrafterPlan:
     settings = target.settings
     try:
         spec = spec_of(config)
@@ -205,26 +245,25 @@ def _plan_model(target: Target, folder: Path, config: Mapping[str, Any]) -> Draf
         )
     _check_tokens(target, folder)
 
-    def load(loaded: Loaded) -> LoadedDrafter:
-        own = _own_settings(settings, folder, loaded)
-        parallel = loaded.parallel if _can_split(spec, loaded.parallel) else TensorParallel()
-        weights = Weights(folder, choose_dtype(own.dtype, target.device), target.device, spec.names.prefix)
-        tier = choose_tier(own.dtype, own.quantize, weights.quantization, has_blocks=weights.has_blocks)
-        draft = load_fused(own, spec, weights, parallel, tier) if tier is not None else None
-        draft = draft or load_torch(own, spec, weights, parallel)
-        context = spec.max_position_embeddings
-        vocabularies = spec.vocab_size, target.spec.vocab_size
-        drafter = DraftModel(draft.decoder, loaded.parallel, settings.block_size, target.device, *vocabularies, context)
-        heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-        pools = SpecPools(spec, heads, settings.block_size, draft.kv_dtype, target.device)
-        kept = draft.footprint
-        footprint = Bytes(kept.held_bytes, kept.sharded_bytes, kept.total_sharded_bytes)
-        return LoadedDrafter(drafter, pools, footprint, draft.step_bytes)
-
-    return DrafterPlan("draft_model", (), load)
+    return DrafterPlan("draft_model", (), ModelPlan(folder, spec))
 
 
-Config = Mapping[str, Any]
+def _load_model(target: Target, plan: ModelPlan, loaded: Loaded) -> LoadedDrafter:
+    spec, settings, device = plan.spec, target.settings, target.device
+    own = _own_settings(settings, plan.folder, loaded)
+    parallel = loaded.parallel if _can_split(spec, loaded.parallel) else TensorParallel()
+    weights = Weights(plan.folder, choose_dtype(own.dtype, device), device, spec.names.prefix)
+    tier = choose_tier(own.dtype, own.quantize, weights.quantization, has_blocks=weights.has_blocks)
+    draft = load_fused(own, spec, weights, parallel, tier) if tier is not None else None
+    draft = draft or load_torch(own, spec, weights, parallel)
+    vocabularies = spec.vocab_size, target.spec.vocab_size
+    context = spec.max_position_embeddings
+    drafter = DraftModel(draft.decoder, loaded.parallel, settings.block_size, device, *vocabularies, context)
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    pools = SpecPools(spec, heads, settings.block_size, draft.kv_dtype, device)
+    return LoadedDrafter(drafter, pools, Bytes.of(draft.footprint), draft.step_bytes)
+
+
 KINDS: tuple[tuple[Callable[[Config], bool], Callable[[Target, Path, Config], DrafterPlan]], ...] = (
     (is_eagle3, _plan_eagle3),
     (is_medusa, _plan_medusa),
@@ -287,19 +326,3 @@ def _dtype_of(loaded: Loaded) -> torch.dtype:
         return torch.float32
     found: torch.dtype = getattr(torch, loaded.precision.removeprefix("torch."))
     return found
-
-
-def _attention(target: Target, layer: ModelSpec, parallel: TensorParallel, dtype: torch.dtype) -> AttentionBackend:
-    heads = HeadSplit.of(layer.num_heads, layer.num_kv_heads, parallel.size, parallel.rank)
-    settings = target.settings
-    return choose_attention(layer, heads, settings.block_size, target.device, dtype, dtype, settings.attention)
-
-
-def _loaded_head(
-    name: str, head: DraftHead, layer: ModelSpec, weights: Weights, loaded: Loaded, target: Target
-) -> LoadedDrafter:
-    parallel, block_size = loaded.parallel, target.settings.block_size
-    heads = HeadSplit.of(layer.num_heads, layer.num_kv_heads, parallel.size, parallel.rank)
-    pools = SpecPools(layer, heads, block_size, weights.dtype, target.device)
-    kept = Bytes(weights.held_bytes, weights.sharded_bytes, weights.total_sharded_bytes)
-    return LoadedDrafter(HeadDrafter(name, head, block_size, target.device), pools, kept)

@@ -102,7 +102,8 @@ class Decoder:
             x, entering = layer(x, entering, residual, batch, cache, plan, rotations, own)
             if index in self._kept_layers:
                 outputs[index] = x
-        batch.kept.extend(outputs[layer] for layer in self._kept_layers)
+        if outputs:
+            batch.kept.extend(outputs[layer] for layer in self._kept_layers)
         if batch.logit_indices.numel() == 0:
             return None
         x = x[batch.logit_indices]

@@ -187,6 +187,10 @@ class ModelsSettings:
     )
     model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
     trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
+    speculate: int = setting(
+        0, "Draft tokens, as for serving.", env=None, bounds=Bounds(minimum=0, maximum=MAX_SPECULATE)
+    )
+    draft_model: str | None = setting(None, "Model that makes draft tokens, as for serving.", env=None)
     block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
     cuda_memory_fraction: float | None = setting(
         None,

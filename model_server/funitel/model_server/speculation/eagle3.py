@@ -41,7 +41,8 @@ class Eagle3Spec:
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is one of such a head."""
-    return any(name in ARCHITECTURES for name in config.get("architectures") or ())
+    named = config.get("architectures")
+    return isinstance(named, list) and any(name in ARCHITECTURES for name in named if isinstance(name, str))
 
 
 def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
@@ -154,6 +155,8 @@ class Eagle3Head:
                 )
             return None
         offsets = weights.read("d2t", [count], dtype=torch.int64)
+        if offsets.is_meta:
+            return offsets
         tokens = offsets + torch.arange(count, device=offsets.device)
         if not bool(((tokens >= 0) & (tokens < target.vocab_size)).all()):
             raise WeightsError(f"tensor d2t of {folder} names tokens beyond the {target.vocab_size} of the target")

@@ -22,7 +22,7 @@ class VocabTables:
     scale: float  # of embeddings
 
     @classmethod
-    def of(cls, spec: ModelSpec, target: Forward, weights: Weights, parallel: TensorParallel) -> "VocabTables":
+    def of(cls, spec: ModelSpec, target: Forward | None, weights: Weights, parallel: TensorParallel) -> "VocabTables":
         """The target's own where it is a torch decoder, else read from `weights`, its checkpoint."""
         if isinstance(target, Decoder):
             return cls(target.token_embedding.embedding, target.final_norm, target.head, spec.embedding_scale)
