@@ -111,10 +111,10 @@ def test_metrics_named_on_the_page_exist() -> None:
     assert "| `tgi_batch_total_tokens` | is absent here" in PAGE
 
 
-def test_the_old_command_is_refused_with_the_line_of_the_page(tiny_model: Path) -> None:
+def test_a_flag_that_cannot_be_honoured_is_refused_with_the_line_of_the_page(tiny_model: Path) -> None:
     given = {"MODEL_ID": str(tiny_model), "TGI_PORT": str(free_port())}
     service = service_of(BEFORE, given)
-    ended = run_launcher(*service.command, environ=service.environ)
+    ended = run_launcher(*service.command, "--quantize", "eetq", environ=service.environ)
     (shown,) = re.findall(r"```text\n *(error: .*)\n", PAGE)
     assert (ended.code, ended.last_line) == (1, shown)
 
@@ -158,6 +158,7 @@ def test_the_facts_are_those_of_the_flags(server: Server, demo_model: Path) -> N
         "validation_workers": 4,
         "max_client_batch_size": 8,
         "router": "text-generation-router",
+        "speculate": 2,
     }
     assert {name: info[name] for name in expected} == expected
     assert len(server.shard_pids()) == 2

@@ -1,4 +1,4 @@
-"""A server that speculates answers what it answers without: from one shard and from two, in a full pool, hybrids too."""
+"""A server that speculates answers what it answers without: by one shard and by two, in a full pool, hybrids too."""
 
 import asyncio
 import random

@@ -56,6 +56,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("funitel_memory_bytes", "kind"): "`resident` now, or `peak`",
     ("funitel_blocks", "state"): "`used`, `free`, or `cached` (free, and kept for its content)",
     ("funitel_state_slots", "state"): "`used`, `free`, or `cached` (free, and kept as a checkpoint)",
+    ("funitel_draft_tokens", "outcome"): "`accepted` or `rejected`",
     ("funitel_sequences", "state"): "`waiting` or `running`",
     ("funitel_replicas", "state"): "`serving` or `lost`",
     ("funitel_expired", "state"): "`arriving`, `waiting` or `running`",

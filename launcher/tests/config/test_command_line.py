@@ -46,7 +46,6 @@ def test_contradicting_settings_are_one_line_and_exit_code_1() -> None:
     [
         (["--quantize", "exl2"], {}, "--quantize exl2 cannot be honoured: "),
         ([], {"QUANTIZE": "eetq"}, "QUANTIZE=eetq cannot be honoured: "),
-        ([], {"SPECULATE": "2"}, "SPECULATE=2 cannot be honoured: there is no speculative decoding; "),
         (["--lora-adapters", "a,b"], {}, "--lora-adapters a,b cannot be honoured: "),
         (["--ngrok"], {}, "--ngrok cannot be honoured: "),
     ],

@@ -64,7 +64,9 @@ def probabilities(executor: Executor, tokens: Sequence[int], params: SamplingPar
 def test_pairs_of_tokens_have_the_distribution_of_the_target(executor: Executor, sampler: dict[str, Any]) -> None:
     params = SamplingParams(do_sample=True, allowed_token_ids=ALLOWED, **sampler)
     first = probabilities(executor, PROMPT, params)
-    expected = np.stack([p * probabilities(executor, (*PROMPT, i), params) for p, i in zip(first, ALLOWED, strict=True)])
+    expected = np.stack(
+        [p * probabilities(executor, (*PROMPT, i), params) for p, i in zip(first, ALLOWED, strict=True)]
+    )
     assert executor.speculator is not None
     executor.speculator.drafter = Arbitrary()
     executor.speculator.max_step_drafts = 2 * ROWS

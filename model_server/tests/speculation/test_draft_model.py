@@ -93,9 +93,10 @@ def test_a_draft_model_that_keeps_states_is_refused(tmp_path: Path) -> None:
         refused(folder, tmp_path / "draft")
 
 
-def test_a_draft_model_needs_to_be_told_how_many(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"^--draft-model x makes drafts for --speculate, which is 0$"):
-        ModelServerSettings(model_id="y", draft_model="x")
+@pytest.mark.parametrize(("speculate", "told"), [(None, "not given"), (0, "0")])
+def test_a_draft_model_needs_to_be_told_how_many(speculate: int | None, told: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^--draft-model x makes drafts for --speculate, which is {told}$"):
+        ModelServerSettings(model_id="y", draft_model="x", speculate=speculate)
 
 
 def test_the_pool_has_room_for_both(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def sequence(i: int, max_new_tokens: int = 12, **fields: Any) -> SequenceStart:
     return start(i, prompt, max_new_tokens, **fields)
 
 
-def with_drafts(executor: Executor, starts: list[SequenceStart], drafter: KnownDrafter, switch: bool = False) -> tuple[
-    dict[int, list[Generation]], int
-]:
+def with_drafts(
+    executor: Executor, starts: list[SequenceStart], drafter: KnownDrafter, switch: bool = False
+) -> tuple[dict[int, list[Generation]], int]:
     """What all of them get in one batch with drafts; `switch`: which are turned off and on on the way."""
     speculator = executor.speculator
     assert speculator is not None

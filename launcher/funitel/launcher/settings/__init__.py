@@ -81,7 +81,7 @@ class LauncherSettings:
     prefix_caching: bool = _shard("prefix_caching")
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", env="")
     disable_forced_spans: bool = _shard("disable_forced_spans")
-    speculate: int = _shard("speculate")
+    speculate: int | None = _shard("speculate")
     draft_model: str | None = _shard("draft_model")
     watermark_gamma: float = _shard("watermark_gamma")
     watermark_delta: float = _shard("watermark_delta")

@@ -15,7 +15,6 @@ from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import BlockCopy, RowUpdate
 
-
 Forwarded = tuple[ForwardBatch, list[int], torch.Tensor | None]
 """A forward: the batch, the places of its rows in the sequence table, and hidden states, see `Drafter.observe`."""
 

@@ -53,7 +53,8 @@ class OutputProcessor:
     def with_forced(self, row: SequenceState, token: SampledToken, num_before: int = 0) -> list[SampledToken]:
         """A token and those that alone can follow it in the row's grammar, which need no forward to be chosen.
 
-        In this step it comes behind `num_before` others. Rows that want the model's own log-probabilities get none: those do need the forward.
+        In this step it comes behind `num_before` others. Rows that want the model's own log-probabilities get none:
+        those do need the forward.
         """
         grammar, params = row.grammar, row.start.sampling
         if grammar is None or math.isnan(token.logprob):  # a broken row gets no further

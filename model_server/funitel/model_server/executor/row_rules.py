@@ -59,9 +59,7 @@ class RowRules:
         wanted = "last" if count == row.num_pending else "none"
         if row.owes_prompt_scores:
             wanted = "all"
-        return RowSpan(
-            row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len, row_index=row.index
-        )
+        return RowSpan(row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len, row_index=row.index)
 
     def state_slot(self, row: SequenceState) -> int:
         """Where the state of a row is, for models that keep one; 0 is no sequence's."""
@@ -109,7 +107,7 @@ class StateRules(RowRules):
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
         """See RowRules."""
         saves = row.state_saves
-        if saves:  # of drafts nobody knows which are accepted: a later step may be the one that gets so far
+        if saves:  # with drafts, a later step may be the one that gets so far
             end = row.num_cached + count
             row.state_saves = tuple([save for save in saves if save.position > end])
         return replace(super().span(row, count, block_table), state_slot=self.state_slot(row), state_saves=saves)

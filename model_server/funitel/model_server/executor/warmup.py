@@ -98,7 +98,12 @@ class Warmup:
     """Makes the pool of a model runner, and its host tier."""
 
     def __init__(
-        self, runner: ModelRunner, admission: RowAdmission, sampling: StepSampling[Any], codec: TextCodec, speculator: Speculator | None = None
+        self,
+        runner: ModelRunner,
+        admission: RowAdmission,
+        sampling: StepSampling[Any],
+        codec: TextCodec,
+        speculator: Speculator | None = None,
     ) -> None:
         options = runner.options
         self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel, options.num_replicas)
@@ -144,7 +149,9 @@ class Warmup:
         if max_input >= max_total:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
         states = runner.pool.state_pool
-        state_slots = None if states is None else states.num_slots - 1 - len(runner.scratch_slots)  # slot 0 is no sequence's
+        state_slots = (
+            None if states is None else states.num_slots - 1 - len(runner.scratch_slots)
+        )  # slot 0 is no sequence's
         max_blocks = -(-min(context, pool_tokens) // runner.options.block_size) + 1
         runner.table.reset(max_blocks, max_rows=state_slots)
         host_blocks = self._make_host_blocks()

@@ -351,10 +351,10 @@ class ModelServerSettings:
     disable_forced_spans: bool = setting(
         False, "Compute each token in its own step, also tokens that a grammar forces."
     )
-    speculate: int = setting(
-        0,
+    speculate: int | None = setting(
+        None,
         "Maximum number of draft tokens that a step verifies for each sequence, made by --draft-model, else by the "
-        "model's own MTP layer, else looked up in the sequence's own tokens. 0 for none.",
+        "model's own MTP layer, else looked up in the sequence's own tokens. None when not given, or 0.",
         bounds=Bounds(minimum=0, maximum=MAX_SPECULATE),
     )
     draft_model: str | None = setting(
@@ -392,8 +392,9 @@ class ModelServerSettings:
         )
         require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
         require(
-            self.draft_model is None or self.speculate > 0,
-            f"--draft-model {self.draft_model} makes drafts for --speculate, which is {self.speculate}",
+            self.draft_model is None or bool(self.speculate),
+            f"--draft-model {self.draft_model} makes drafts for --speculate, which is "
+            f"{'not given' if self.speculate is None else self.speculate}",
         )
         require(
             self.num_threads is None or self.most_threads is None,

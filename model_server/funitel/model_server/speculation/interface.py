@@ -30,8 +30,8 @@ class Drafter(Protocol):
     def observe(self, batch: ForwardBatch, next_ids: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """See a forward of the target: `next_ids` [num_tokens] int64 is the token behind each of the batch's tokens, in
         the batch's flat order (the sampled one behind a row's last; -1 where it is not known yet), `hidden`
-        [num_tokens, len(hidden_layers), hidden_size] float32. A drafter with KV of its own computes it here, in blocks of
-        the same ids as the target's."""
+        [num_tokens, len(hidden_layers), hidden_size] float32. A drafter with KV of its own computes it here, in blocks
+        of the same ids as the target's."""
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """At most `limit` tokens that may follow in each row."""

@@ -118,9 +118,7 @@ class Speculator:
         return row.gain.next_width(room)
 
 
-def next_ids(
-    batch: ForwardBatch, known: Sequence[Sequence[int]], computed: Sequence[int]
-) -> torch.Tensor:
+def next_ids(batch: ForwardBatch, known: Sequence[Sequence[int]], computed: Sequence[int]) -> torch.Tensor:
     """What a drafter is told: the token behind each of a batch's, [num_tokens] int64, -1 where it is not known.
 
     Args:

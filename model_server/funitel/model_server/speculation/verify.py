@@ -20,7 +20,7 @@ Extend = Callable[[SequenceState, SampledToken, int], list[SampledToken]]
 
 @dataclass(slots=True)
 class Verified:
-    """A row whose drafts are verified: `first` is the place of its first logits, `tokens` are what follows so far."""
+    """A row with drafts to verify: `first` is the place of its first logits, `tokens` are what follows so far."""
 
     row: SequenceState
     drafts: Sequence[int]

@@ -84,6 +84,7 @@ class Sequence:
     num_plain_steps: int = 0  # in which it certainly computes a token, needs no block and does not end
     num_opening: int = 0  # tokens that the shards add after the prompt
     state: StateRow | None = None  # while it runs, of a model with recurrent layers
+    has_drafts: bool = True  # the shard was last told so, of a request that may
     num_prompt: int = field(init=False)  # tokens before the completion
     _block_keys: list[bytes] = field(default_factory=list)
 
@@ -146,6 +147,7 @@ class Sequence:
             num_repeated=repeated,
             num_plain_steps=0,
             state=None,
+            has_drafts=True,
         )
 
     def block_key(self, index: int, block_size: int) -> bytes:

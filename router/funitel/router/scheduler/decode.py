@@ -34,6 +34,8 @@ class RunningSet:
         self._blocks = blocks
         self._checkpoints = checkpoints
         self._shares = shares
+        self.num_speculating = 0  # sequences that may have drafts
+        self.drafts_pay = True
         self._not_plain: dict[int, Sequence] = {}
 
     @property
@@ -44,6 +46,7 @@ class RunningSet:
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence run that has got its blocks."""
         self.by_id[sequence.id] = sequence
+        self.num_speculating += sequence.request.speculate > 0
         self.mark_not_plain(sequence)
 
     def mark_not_plain(self, sequence: Sequence) -> None:
@@ -55,6 +58,7 @@ class RunningSet:
         """Take out a sequence, if it runs, and free its blocks; whether it did."""
         if self.by_id.pop(sequence.id, None) is None:
             return False
+        self.num_speculating -= sequence.request.speculate > 0
         self._not_plain.pop(sequence.id, None)
         self._blocks.free(sequence.blocks)
         sequence.blocks.clear()
@@ -122,7 +126,12 @@ class RunningSet:
         else:
             granted = self._grant(sequence, begun + pending)
         checkpoints = self._checkpoints
-        if granted or pending > 1 or (checkpoints is not None and checkpoints.is_due(sequence, begun, most)):
+        if (
+            granted
+            or pending > 1
+            or (sequence.request.speculate and sequence.has_drafts != self.drafts_pay)
+            or (checkpoints is not None and checkpoints.is_due(sequence, begun, most))
+        ):
             part.updates[sequence.id] = granted, pending
         count = part.computed[sequence.id] = int(sequence.brings_token(begun, pending))
         if pending > count:
@@ -152,7 +161,7 @@ class RunningSet:
     def _grant_drafts(
         self, sequence: Sequence, begun: int, pending: int, part: DecodePart
     ) -> tuple[int, tuple[int, ...]]:
-        """Grant what a step needs that may have drafts; blocks for these only if nobody else needs them.
+        """Grant what a step needs that may have drafts; blocks for these only if no other sequence needs them.
 
         Returns the most tokens that are computed with it, and the blocks.
         """
