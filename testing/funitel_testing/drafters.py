@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from funitel.model_server.executor.executor import Executor
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.speculation.interface import DraftRow
-from funitel_testing.executors import BLOCK_SIZE
+from funitel.proto.step import Generation, SequenceStart
+from funitel_testing.executors import BLOCK_SIZE, collect, decode, keep_rows, prefill
 
 
 class KnownDrafter:
@@ -48,3 +51,39 @@ class KnownDrafter:
         if self._random.random() < self._share:
             return token_id
         return (token_id + 1 + self._random.randrange(self._vocab_size - 1)) % self._vocab_size
+
+
+def run_drafted(
+    executor: Executor, starts: Sequence[SequenceStart], most: int
+) -> tuple[dict[int, list[Generation]], int, int]:
+    """What sequences get together with drafts, how many drafts there were, and how many were accepted."""
+    found: dict[int, list[Generation]] = {}
+    result = prefill(executor, 1, [replace(each, speculate=most) for each in starts])
+    drafted = accepted = 0
+    while True:
+        collect(result, found)
+        drafted += result.num_draft_tokens
+        accepted += result.num_accepted_tokens
+        if result.batch is None:
+            return found, drafted, accepted
+        finished = {g.request_id for g in result.generations if g.finished is not None}
+        batch = result.batch
+        if finished:
+            batch = keep_rows(executor, batch.id, [i for i in batch.request_ids if i not in finished])
+        result = decode(executor, [batch])
+
+
+def watched(executor: Executor) -> list[tuple[DraftRow, list[int]]]:
+    """The list to which the executor's drafter adds each row that it is asked for, as it was then, and its drafts."""
+    calls: list[tuple[DraftRow, list[int]]] = []
+    assert executor.speculator is not None
+    drafter = executor.speculator.drafter
+    propose = drafter.propose
+
+    def watch(rows: Sequence[DraftRow]) -> list[list[int]]:
+        drafts = propose(rows)
+        calls.extend((replace(row, tokens=list(row.tokens)), own) for row, own in zip(rows, drafts, strict=True))
+        return drafts
+
+    drafter.propose = watch  # type: ignore[method-assign]
+    return calls

@@ -5,7 +5,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-MODULES = ("forward_worker", "adapter_worker", "fallback_worker", "memory_worker", "seq2seq_worker")
+MODULES = (
+    "forward_worker",
+    "adapter_worker",
+    "fallback_worker",
+    "memory_worker",
+    "seq2seq_worker",
+    "draft_worker",
+)
 TIMEOUT_SECONDS = 120.0
 
 Main = Callable[[Path, int], None]

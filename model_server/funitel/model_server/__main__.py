@@ -40,6 +40,8 @@ app = typer.Typer(
 def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
     stop_with_parent(settings.exit_with_parent)
+    if settings.draft_model is not None:
+        resolve.download_weights(settings.draft_model, cache_dir=settings.cache_dir)
     print(resolve.download_weights(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir))
 
 

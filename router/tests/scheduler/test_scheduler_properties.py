@@ -61,6 +61,7 @@ class ShardRow:
     blocks: list[int]
     num_computed: int
     state_slot: int
+    speculate: int
     saves: list[StateSave] = field(default_factory=list)
     has_ended: bool = False
 
@@ -73,6 +74,7 @@ class Shard:
     rows: dict[int, ShardRow] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> token
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by slot, the tokens that made it
+    num_drafts: int = 0  # of the latest step
     num_accepted: int = 0
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -82,6 +84,9 @@ class Shard:
             assert update.request_id in self.rows, "an update of a row that is not there"
             self.rows[update.request_id].blocks += update.blocks
             asked[update.request_id] = update.chunk_len
+            if update.speculate is not None:
+                assert update.speculate in (0, self.wishes[update.request_id].sequence.request.speculate)
+                self.rows[update.request_id].speculate = update.speculate
         for start in plan.starts:
             assert start.request_id not in self.rows, "a row enters twice"
             self.rows[start.request_id] = self._enter(start)
@@ -89,8 +94,14 @@ class Shard:
         for sequence_id, count in plan.computed.items():
             assert asked.get(sequence_id, 1) in (count, None)
             assert asked.get(sequence_id) is not None or count == 1 or plan.is_alone
-        given = (self._compute(self.rows[i], count, saves.get(i, ())) for i, count in plan.computed.items())
-        return StepResult(tuple(generation for generation in given if generation is not None), None)
+        self.num_drafts = self.num_accepted = 0
+        given = [self._compute(self.rows[i], count, saves.get(i, ())) for i, count in plan.computed.items()]
+        return StepResult(
+            tuple(generation for generation in given if generation is not None),
+            None,
+            num_draft_tokens=self.num_drafts,
+            num_accepted_tokens=self.num_accepted,
+        )
 
     def _enter(self, start: SequenceStart) -> ShardRow:
         wish = self.wishes[start.request_id]
@@ -98,7 +109,7 @@ class Shard:
         assert list(start.output_ids) == expected, "resumed with other tokens"
         tokens = [*start.input_ids, *start.output_ids]
         self.states[start.state_slot] = self.states[start.state_from] if start.state_from else ()
-        return ShardRow(wish, tokens, list(start.blocks), start.cache_len, start.state_slot)
+        return ShardRow(wish, tokens, list(start.blocks), start.cache_len, start.state_slot, start.speculate)
 
     def _compute(self, row: ShardRow, count: int, saves: tuple[StateSave, ...]) -> Generation | None:
         if row.has_ended:
@@ -137,11 +148,12 @@ class Shard:
         request, new = row.wish.sequence.request, list[int]()
         num_left = row.wish.num_tokens - (len(row.tokens) - len(request.input_ids))
         room = len(row.blocks) * BLOCK - len(row.tokens)
-        num_drafts = min(request.speculate, room, num_left - 1)
+        num_drafts = max(0, min(row.speculate, room, num_left - 1))
+        self.num_drafts += num_drafts
         place = len(row.tokens)
         for position in range(place, place + num_drafts):
             self.memory[row.blocks[position // BLOCK], position % BLOCK] = -1
-        for _ in range(max(0, sum(row.tokens[-3:]) % (num_drafts + 1))):
+        for _ in range(sum(row.tokens[-3:]) % (num_drafts + 1)):
             new.append(next_token(row.tokens))
             position = len(row.tokens)
             self.memory[row.blocks[position // BLOCK], position % BLOCK] = new[-1]

@@ -84,6 +84,7 @@ class LauncherSettings:
     disable_forced_spans: bool = _shard("disable_forced_spans")
     max_lora_rank: int = _shard("max_lora_rank")
     speculate: int | None = _shard("speculate")
+    draft_model: str | None = _shard("draft_model")
     watermark_gamma: float = _shard("watermark_gamma")
     watermark_delta: float = _shard("watermark_delta")
     cuda_memory_fraction: float | None = _shard("cuda_memory_fraction")

@@ -70,6 +70,8 @@ class FusedDecoder:
         start, end = parallel.split(spec.vocab_size)
         self._local_vocab = end - start
         self._hidden_size = spec.hidden_size
+        self.num_layers = spec.num_layers
+        self._keeps_last = False
 
     @property
     def num_threads(self) -> int:
@@ -85,6 +87,12 @@ class FusedDecoder:
     def kv_dtype(self) -> torch.dtype:
         """Precision the pool must have."""
         return KV_DTYPES[self.program.kv_kind]
+
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """See KeepingForward; only the last layer's outputs are there."""
+        if any(layer not in (-1, self.num_layers - 1) for layer in layers):
+            raise ValueError(f"the fused step keeps the outputs of the last layer alone, asked for {list(layers)}")
+        self._keeps_last = bool(layers)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
@@ -123,6 +131,8 @@ class FusedDecoder:
             whole = x if buffer is Buffer.X else partial
             self._parallel.all_reduce(whole.view(-1)[: batch.num_tokens * width])
             at = self._engine.run(request, at)
+        if self._keeps_last:
+            batch.kept.append(x)
         return self._parallel.gather_columns(logits, self._vocab_size) if num_logits else None
 
 

@@ -72,7 +72,7 @@ class ModelRunner:
         batch = ForwardBatch.build(spans, self.options.block_size, self.options.device, device_tokens)
         logits = self.decoder(batch, self.pool)
         if self.keeps_forwarded:
-            self._forwarded.append((batch, [span.row_index for span in batch.rows], None))
+            self._forwarded.append((batch, [span.row_index for span in batch.rows], batch.hidden))
         return logits
 
     def take_forwarded(self) -> list[Forwarded]:

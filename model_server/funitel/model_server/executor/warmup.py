@@ -194,6 +194,7 @@ class Warmup:
         if isinstance(runner.decoder, RecordingForward):
             self.memory.profile_recording(runner.decoder, pool)
         runner.cache = None
+        runner.take_forwarded()
 
     @torch.inference_mode()
     def _compute(self, spans: Sequence[RowSpan], scored: RowSpan, num_rows: int) -> None:

@@ -139,6 +139,16 @@ class ForwardBatch:
         return {}
 
     @cached_property
+    def kept(self) -> list[torch.Tensor]:
+        """Outputs of the layers that the forward keeps, each [num_tokens, hidden_size]; see `KeepingForward`."""
+        return []
+
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """The same as one tensor [num_tokens, num_layers, hidden_size] float32; None where it keeps none."""
+        return torch.stack([each.float() for each in self.kept], dim=1) if self.kept else None
+
+    @cached_property
     def _positions(self) -> np.ndarray:
         return np.concatenate([np.arange(row.start, row.end) for row in self.rows])
 
@@ -214,6 +224,19 @@ class Forward(Protocol):
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+
+
+@runtime_checkable
+class KeepingForward(Forward, Protocol):
+    """A forward that can keep outputs of its layers."""
+
+    num_layers: int
+
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """Keep the outputs of these layers in `ForwardBatch.kept`, from the next forward on; -1 is the last.
+
+        Outputs are those before the final norm. Nothing is kept before this is called, or for no layers.
+        """
 
 
 @runtime_checkable

@@ -32,11 +32,15 @@ class KVCache:
 
     The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
     its values [block_size, head_dim], heads one after the other.
+
+    A `companion` is the pool of what makes draft tokens: of as many blocks, each of which belongs to the sequence that
+    the block of the same id belongs to here.
     """
 
     keys: Mapping[int, torch.Tensor]
     values: Mapping[int, torch.Tensor]
     state_pool: StatePool | None = None
+    companion: "KVCache | None" = None
 
     def __init__(
         self,
@@ -66,8 +70,13 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pool on this rank."""
-        return self.pool.numel() * self.pool.element_size()
+        """Memory of the pool on this rank, its companion's included."""
+        own = self.pool.numel() * self.pool.element_size()
+        return own if self.companion is None else own + self.companion.num_bytes
+
+    def with_companion(self) -> "list[KVCache]":
+        """This pool, and its companion if it has one."""
+        return [self] if self.companion is None else [self, self.companion]
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, heads: HeadSplit, block_size: int, dtype: torch.dtype) -> int:
@@ -94,10 +103,14 @@ class KVCache:
 
     def copy(self, source: int, target: int) -> None:
         """Enqueue the copy of a block, all layers of it, behind what computes and before what is launched next."""
-        self.pool[target].copy_(self.pool[source], non_blocking=True)
+        for each in self.with_companion():
+            each.pool[target].copy_(each.pool[source], non_blocking=True)
 
     def wipe(self, blocks: Sequence[int]) -> None:
-        """Make blocks zeros again: of scores that are no numbers, some may lie there."""
+        """Make blocks zeros again: of scores that are no numbers, some may lie there.
+
+        The companion's stay as they are: drafts may be wrong, and it knows what it has computed.
+        """
         places = upload(np.array(blocks, dtype=np.int64), self.pool.device)
         words = self.pool.view(self.num_blocks, -1).view(torch.uint8)  # in every kind of numbers zeros are zero bytes
         if words.shape[1] % 8 == 0:
@@ -182,7 +195,7 @@ class SpecPools:
 
 
 class HostBlocks:
-    """Slots for blocks of one pool, all layers of a block together as they lie there.
+    """Slots for blocks of one pool and of its companion, all layers of a block together as they lie there.
 
     Args:
         memory: [num_bytes] uint8, page-locked beside a GPU.
@@ -191,14 +204,19 @@ class HostBlocks:
     """
 
     def __init__(self, memory: torch.Tensor, num_slots: int, cache: KVCache) -> None:
-        block = cache.pool[0]
-        num_bytes = num_slots * block.numel() * block.element_size()
-        self._slots = memory[:num_bytes].view(block.dtype).view(num_slots, *block.shape)
-        self._cache = cache
+        self._num_slots = num_slots
+        self._num_blocks = cache.num_blocks
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots, and the pool whose blocks they are for
+        begin = 0
+        for each in cache.with_companion():
+            block = each.pool[0]
+            end = begin + num_slots * block.numel() * block.element_size()
+            self._parts.append((memory[begin:end].view(block.dtype).view(num_slots, *block.shape), each.pool))
+            begin = end
 
     def check(self, copies: Iterable[BlockCopy]) -> None:
         """Raise InvalidRequest for a block or slot that is not there."""
-        num_blocks, num_slots = self._cache.num_blocks, len(self._slots)
+        num_blocks, num_slots = self._num_blocks, self._num_slots
         for copy in copies:
             if not 0 < copy.block < num_blocks or copy.slot >= num_slots:
                 raise InvalidRequest(
@@ -208,8 +226,9 @@ class HostBlocks:
 
     def carry_out(self, copy: BlockCopy) -> None:
         """Enqueue a copy behind what computes and before what is launched next."""
-        there, here = self._slots[copy.slot], self._cache.pool[copy.block]
-        if copy.is_load:
-            here.copy_(there, non_blocking=True)
-        else:
-            there.copy_(here, non_blocking=True)
+        for slots, pool in self._parts:
+            there, here = slots[copy.slot], pool[copy.block]
+            if copy.is_load:
+                here.copy_(there, non_blocking=True)
+            else:
+                there.copy_(here, non_blocking=True)

@@ -35,10 +35,19 @@ Rotations = Mapping[RotarySpec, Rotation]  # of one step, for each kind of rotar
 
 
 class Attention:
-    """Packed QKV, optional norms of queries and keys, positions, the cache, and the output projection."""
+    """Packed QKV, optional norms of queries and keys, positions, the cache, and the output projection.
+
+    `num_inputs` is how many elements it reads of a token, where that is not the hidden size.
+    """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, backend: AttentionBackend, index: int
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        backend: AttentionBackend,
+        index: int,
+        num_inputs: int | None = None,
     ) -> None:
         def name(template: str) -> str:
             return weights.prefix + template.format(i=index, j="{j}")
@@ -61,7 +70,7 @@ class Attention:
         self.qkv = ColumnLinear(
             weights,
             qkv_parts(spec, heads, name, own),
-            spec.hidden_size,
+            num_inputs or spec.hidden_size,
             has_bias=spec.has_qkv_bias,
             is_transposed=names.is_transposed,
         )

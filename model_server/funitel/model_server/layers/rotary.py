@@ -1,10 +1,12 @@
 """How positions enter a model: rotary embeddings (RoPE) with their scalings, ALiBi slopes, sinusoidal vectors."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.spec.model_spec import RotaryScaling, RotarySpec
 
 
@@ -130,3 +132,11 @@ def sinusoids(positions: torch.Tensor, size: int) -> torch.Tensor:
     frequencies = torch.exp(torch.arange(half, device=positions.device).float() * (-math.log(10000) / (half - 1)))
     angles = positions.float()[:, None] * frequencies
     return torch.nn.functional.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, size % 2))
+
+
+def rotations_of(rotaries: Sequence[Rotary], batch: ForwardBatch, dtype: torch.dtype) -> dict[RotarySpec, Rotation]:
+    """How a step's queries and keys are rotated."""
+    return {
+        rotary.spec: rotary.rotation(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
+        for rotary in rotaries
+    }

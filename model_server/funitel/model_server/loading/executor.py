@@ -18,8 +18,9 @@ from funitel.model_server.loading.common import Loaded, info_of, log_loaded, opt
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelFacts
+from funitel.model_server.speculation.interface import Drafter
 from funitel.model_server.speculation.ngram import NgramDrafter
-from funitel.model_server.speculation.speculator import Speculator
+from funitel.model_server.speculation.speculator import SharedDrafter, Speculator
 from funitel.proto.step import Capability, ShardInfo
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,16 @@ def make_executor(
     device: torch.device,
     eos_token_ids: frozenset[int],
     rules: RowRules | None = None,
+    drafter: Drafter | None = None,
 ) -> LoadedShard:
-    """The executor of a loaded model, by default with the rules of a decoder; on a GPU it samples on the device."""
+    """The executor of a loaded model, by default with the rules of a decoder; on a GPU it samples on the device.
+
+    `drafter` makes drafts with weights of its own; without one they are looked up.
+    """
     log_loaded(settings, folder, spec, device, loaded)
-    speculator = speculator_of(settings, device, rules)
+    speculator = speculator_of(
+        settings, device, rules, None if drafter is None else SharedDrafter(drafter, loaded.parallel)
+    )
     options = options_of(settings, device, loaded, eos_token_ids)
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
@@ -64,7 +71,9 @@ def make_executor(
     return executor, replace(info, speculate=speculator.max_drafts, drafter=speculator.drafter.name)
 
 
-def speculator_of(settings: ModelServerSettings, device: torch.device, rules: RowRules | None) -> Speculator | None:
+def speculator_of(
+    settings: ModelServerSettings, device: torch.device, rules: RowRules | None, drafter: Drafter | None = None
+) -> Speculator | None:
     """What chooses drafts; None where `--speculate` asks for none, or they cannot be verified, which is logged."""
     if not settings.speculate:
         return None
@@ -75,4 +84,6 @@ def speculator_of(settings: ModelServerSettings, device: torch.device, rules: Ro
         message = "--speculate %d changes nothing: drafts are verified on a CPU only, the model runs on %s"
         logger.warning(message, settings.speculate, device.type)
         return None
+    if drafter is not None:
+        return Speculator(drafter, settings.speculate, observes=True)
     return Speculator(NgramDrafter(), settings.speculate)

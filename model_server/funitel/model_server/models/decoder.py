@@ -1,5 +1,7 @@
 """One decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
 
+from collections.abc import Sequence
+
 import torch
 
 from funitel.model_server.attention.backend import AttentionBackend
@@ -14,7 +16,7 @@ from funitel.model_server.layers.layer_embedding import EmbeddingGate, LayerEmbe
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.layers.low_rank import LowRankStep
 from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
-from funitel.model_server.layers.rotary import Rotary, sinusoids
+from funitel.model_server.layers.rotary import Rotary, rotations_of, sinusoids
 from funitel.model_server.models.mixer import Mixer, adopt, mixer_of
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position
@@ -33,6 +35,8 @@ class Decoder:
     ) -> None:
         names = spec.names
         self.spec = spec
+        self.num_layers = spec.num_layers
+        self._kept_layers: tuple[int, ...] = ()
         self.attention = attention
         self.low_rank: LowRankStep | None = None
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
@@ -67,6 +71,10 @@ class Decoder:
         for layer in self.layers:
             (layer.layer if isinstance(layer, OffloadedLayer) else layer).adopt(elementwise)
 
+    def keep_hidden(self, layers: Sequence[int]) -> None:
+        """See KeepingForward."""
+        self._kept_layers = tuple(layer % self.num_layers for layer in layers)
+
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
         return self.run(batch, cache, self.attention.plan(batch))
@@ -87,10 +95,17 @@ class Decoder:
         if self.streams is not None:
             x = self.streams.spread(x)
         entering: torch.Tensor | None = None
-        for layer, following, own in zip(self.layers, [*self.layers[1:], None], embedded, strict=True):
+        outputs: dict[int, torch.Tensor] = {}
+        for index, (layer, following, own) in enumerate(
+            zip(self.layers, [*self.layers[1:], None], embedded, strict=True)
+        ):
             # The norm of an offloaded layer is not there before the layer computes.
             residual = following.attention_residual if isinstance(following, AnyLayer) else None
             x, entering = layer(x, entering, residual, batch, cache, plan, rotations, own)
+            if index in self._kept_layers:
+                outputs[index] = x
+        if outputs:
+            batch.kept.extend(outputs[layer] for layer in self._kept_layers)
         if batch.logit_indices.numel() == 0:
             return None
         x = x[batch.logit_indices]
@@ -136,10 +151,7 @@ class TokenEmbedding:
 
     def rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """How this step's queries and keys are rotated."""
-        return {
-            rotary.spec: rotary.rotation(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
-            for rotary in self.rotaries
-        }
+        return rotations_of(self.rotaries, batch, dtype)
 
 
 def layer_of(

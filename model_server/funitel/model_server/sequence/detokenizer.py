@@ -47,6 +47,11 @@ class TextCodec:
         found: int | None = self._tokenizer.token_to_id(content)
         return found
 
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens by their content."""
+        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
     def special_text(self, token_id: int) -> str | None:
         """Content of a special token, None for ordinary ones."""
         return self._special.get(token_id)

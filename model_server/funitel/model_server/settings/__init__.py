@@ -40,6 +40,7 @@ class DownloadSettings:
     model_id: str
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
+    draft_model: str | None = setting(None, "Model that makes draft tokens, to fetch besides.")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(None, _PARENT, env=None)
@@ -187,6 +188,10 @@ class ModelsSettings:
     )
     model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
     trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
+    speculate: int = setting(
+        0, "Draft tokens, as for serving.", env=None, bounds=Bounds(minimum=0, maximum=MAX_SPECULATE)
+    )
+    draft_model: str | None = setting(None, "Model that makes draft tokens, as for serving.", env=None)
     block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
     cuda_memory_fraction: float | None = setting(
         None,
@@ -360,9 +365,14 @@ class ModelServerSettings:
     )
     speculate: int | None = setting(
         None,
-        "Maximum number of draft tokens that a step verifies for each sequence; they are looked up in the sequence's "
-        "own tokens. None when not given, or 0.",
+        "Maximum number of draft tokens that a step verifies for each sequence, made by --draft-model, else by the "
+        "model's own MTP layer, else looked up in the sequence's own tokens. None when not given, or 0.",
         bounds=Bounds(minimum=0, maximum=MAX_SPECULATE),
+    )
+    draft_model: str | None = setting(
+        None,
+        "Model that makes the draft tokens of --speculate, as --model-id: one with the same tokenizer, or an EAGLE-3 "
+        "head or Medusa heads for this model.",
     )
     watermark_gamma: float = setting(0.5, "Fraction of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "Value that a watermark adds to the logits of favoured tokens.")
@@ -393,6 +403,11 @@ class ModelServerSettings:
             0.0 < self.watermark_gamma < 1.0, f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}"
         )
         require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
+        require(
+            self.draft_model is None or bool(self.speculate),
+            f"--draft-model {self.draft_model} makes drafts for --speculate, which is "
+            f"{'not given' if self.speculate is None else self.speculate}",
+        )
         require(
             self.num_threads is None or self.most_threads is None,
             f"--most-threads {self.most_threads} bounds the tuning of threads, "

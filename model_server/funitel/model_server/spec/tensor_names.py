@@ -1,6 +1,7 @@
 """Name the tensors of a checkpoint, as part of a ModelSpec. The defaults are a Llama's, and for experts a Qwen's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,12 @@ class TensorNames:
     state_skip: str = ""
     state_norm: str = ""
     state_out: str = ""
+
+    def of_layer(self, stem: str) -> "TensorNames":
+        """The names with `stem` for `layers.{i}.`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        named: dict[str, Any] = {k: v.replace("layers.{i}.", stem) for k, v in values.items() if isinstance(v, str)}
+        return replace(self, **named)
 
 
 WITH_ALTERNATIVES = frozenset(

@@ -66,7 +66,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Batching and latency",
         "max_batch_prefill_tokens",
         "max_batch_size prefill_chunking pipeline_steps target_itl_ms target_ttft_ms waiting_served_ratio "
-        "max_waiting_tokens validation_workers disable_forced_spans speculate rows",
+        "max_waiting_tokens validation_workers disable_forced_spans speculate draft_model rows",
     ),
     _group("adapters", "Adapters (LoRA)", "lora_adapters", "max_loras max_lora_rank lora_folder reserved_loras"),
     _group(

@@ -118,6 +118,7 @@ class Sequence:
     num_opening: int = 0  # tokens that the shards add after the prompt
     state: StateRow | None = None  # while it runs, of a model with recurrent layers
     beams: BeamGroup | None = field(init=False, default=None)  # while it searches they have its tokens
+    has_drafts: bool = True  # the shard was last told so, of a request that may
     num_prompt: int = field(init=False)  # tokens before the completion
     max_known: int = field(init=False)  # tokens that it ends with; of a search those that it has a row of its own for
     _block_keys: list[bytes] = field(default_factory=list)
@@ -190,6 +191,7 @@ class Sequence:
             num_repeated=repeated,
             num_plain_steps=0,
             state=None,
+            has_drafts=True,
         )
 
     def block_key(self, index: int, block_size: int) -> bytes:

@@ -38,6 +38,8 @@ class RunningSet:
         self._blocks = blocks
         self._checkpoints = checkpoints
         self._shares = shares
+        self.num_speculating = 0  # sequences that may have drafts
+        self.drafts_pay = True
         self._not_plain: dict[int, Sequence] = {}
 
     @property
@@ -48,6 +50,7 @@ class RunningSet:
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence run that has got its blocks."""
         self.by_id[sequence.id] = sequence
+        self.num_speculating += sequence.request.speculate > 0
         self.mark_not_plain(sequence)
 
     def mark_not_plain(self, sequence: Sequence) -> None:
@@ -59,6 +62,7 @@ class RunningSet:
         """Take out a sequence, if it runs, and free its blocks; whether it did."""
         if self.by_id.pop(sequence.id, None) is None:
             return False
+        self.num_speculating -= sequence.request.speculate > 0
         self._not_plain.pop(sequence.id, None)
         self._blocks.free(sequence.blocks)
         sequence.blocks.clear()
@@ -146,7 +150,12 @@ class RunningSet:
         else:
             granted = self._grant(sequence, begun + pending)
         checkpoints = self._checkpoints
-        if granted or pending > 1 or (checkpoints is not None and checkpoints.is_due(sequence, begun, most)):
+        if (
+            granted
+            or pending > 1
+            or (sequence.request.speculate and sequence.has_drafts != self.drafts_pay)
+            or (checkpoints is not None and checkpoints.is_due(sequence, begun, most))
+        ):
             part.updates[sequence.id] = granted, pending
         count = part.computed[sequence.id] = int(sequence.brings_token(begun, pending))
         if pending > count:

@@ -173,7 +173,7 @@ class PrefillPlanner:
         sequence.blocks.extend(self._blocks.allocate(missing))
         sequence.num_computed = sequence.num_cached = len(prefix) * self._block_size
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
-        sequence.was_started = True
+        sequence.was_started = sequence.has_drafts = True
         if self._checkpoints is not None:
             self._checkpoints.enter(sequence, prefix.num_matched)
             if sequence.beams is not None:

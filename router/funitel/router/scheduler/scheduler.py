@@ -18,6 +18,7 @@ by its content is published only when committed, and is full: no step writes the
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import inf
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StateSave, StepResult
@@ -25,6 +26,7 @@ from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.beam_planner import BeamPlanner
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
+from funitel.router.scheduler.cost.draft_gain import DraftGain
 from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.cost.ttft_estimate import TtftEstimator
 from funitel.router.scheduler.decode import HELD, RunningSet
@@ -43,6 +45,7 @@ class Scheduler:
         self.policy = policy
         self.blocks = blocks
         self.step_time = StepCostModel(policy.target_gap_seconds)
+        self.draft_gain = DraftGain()
         self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
         self.num_preempted = 0
@@ -130,6 +133,9 @@ class Scheduler:
         holds_background = may_hold and self._holds_background(may_enter=may_enter)
         num_reserved = self._beams.missing_blocks() if self._searching else 0
         part = self._running.decode(holds_background=holds_background, num_reserved=num_reserved)
+        if self._running.num_speculating:
+            part.load.num_drafts = round(self.draft_gain.drafts_per_row * part.load.num_decodes)
+            self._running.drafts_pay = self.draft_gain.pays(self.step_time.token_share(part.load))
         beams = self._beams.plan(part.load) if self._searching else None
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
@@ -165,7 +171,15 @@ class Scheduler:
             if sequence.request.speculate and count == 1:
                 end = min(sequence.most_ahead(end, 1), len(sequence.blocks) * self.blocks.block_size)
             saves = self._checkpoints.save(sequence, begun, end)
-        return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves)
+        return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves, self._speculate(sequence_id))
+
+    def _speculate(self, sequence_id: int) -> int | None:
+        """How many drafts the shard is told that a sequence may have; None where it knows."""
+        sequence, pays = self.running[sequence_id], self._running.drafts_pay
+        if sequence.has_drafts == pays or not sequence.request.speculate:
+            return None
+        sequence.has_drafts = pays
+        return sequence.request.speculate if pays else 0
 
     def _budget(self, load: StepLoad) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`."""
@@ -252,7 +266,11 @@ class Scheduler:
         by_id = {generation.request_id: generation for generation in result.generations}
         self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
-        self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
+        load = plan.load
+        if load.num_drafts or result.num_draft_tokens:
+            self.draft_gain.observe(load.num_decodes, result.num_draft_tokens, result.num_accepted_tokens)
+            load = replace(load, num_drafts=result.num_draft_tokens)
+        self.step_time.observe(load, result.total_ns / 1e9 or seconds)
         if self.bisector.is_recovering:
             self.bisector.succeed()
         delivered = []

@@ -1,5 +1,6 @@
 """Estimate what serving a decoder or an encoder-decoder takes, computed by what the loaders would choose."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import KV_DTYPES
 from funitel.model_server.cpu.footprint import weight_bytes
-from funitel.model_server.cpu.precision import ActivationDtype, Tier, choose_tier
+from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.kv_cache.pool import SpecPools
+from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.loading.drafters import HeadPlan, ModelPlan, Target, plan_drafter
 from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.quantized.config import check_flag
@@ -21,13 +23,43 @@ from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.speculation.pools import DraftPools
+from funitel.model_server.tools.models.drafter_estimate import drafting_of, head_needs
 from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
 
 _META = torch.device("meta")
 
 
 def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
-    """What each rank of the decoder takes. Raises: `StartupError`."""
+    """What each rank of the decoder takes, with what makes draft tokens if that has weights. Raises: `StartupError`."""
+    device = choose_device(settings.device, 0)
+    plan = plan_drafter(Target(drafting_of(settings), folder, spec, device))
+    facts, pools = estimate_alone(settings, folder, spec, reads_middle=plan is not None and plan.reads_middle)
+    if plan is not None and isinstance(plan.parts, ModelPlan):
+        num_shard = settings.num_shard if settings.num_shard <= plan.parts.spec.num_heads else 1
+        own = replace(settings, num_shard=num_shard, quantize=settings.quantize if settings.quantize in MADE else None)
+        drafts, more = estimate_alone(own, plan.parts.folder, plan.parts.spec)
+        each = settings.num_shard // num_shard  # ranks that have it whole
+        facts, pools = _with(facts, pools, drafts.weights * each, [*more] * each)
+    elif plan is not None and isinstance(plan.parts, HeadPlan):
+        is_shared = facts.served_by == "torch"
+        facts, pools = _with(facts, pools, *head_needs(settings, spec, plan.parts, is_shared=is_shared))
+    return with_memory(facts, settings, pools)
+
+
+def _with(
+    facts: Needs, pools: Sequence[Pools], weights: Sequence[int], drafts: Sequence[Pools | None]
+) -> tuple[Needs, Sequence[Pools]]:
+    """The needs and pools of ranks with those of their drafters."""
+    held = tuple(own + more for own, more in zip(facts.weights, weights, strict=True))
+    joined = [DraftPools(own, more, lambda pool: None) for own, more in zip(pools, drafts, strict=True)]
+    return replace(facts, weights=held), joined
+
+
+def estimate_alone(
+    settings: ModelsSettings, folder: Path, spec: ModelSpec, *, reads_middle: bool = False
+) -> tuple[Needs, Sequence[Pools]]:
+    """What each rank of a decoder takes, and its pools; `reads_middle`: a drafter reads outputs of all layers."""
     device = choose_device(settings.device, 0)
     ranks = [TensorParallel(rank, settings.num_shard, _META) for rank in range(settings.num_shard)]
     heads = [HeadSplit.of(spec.num_heads, spec.num_kv_heads, rank.size, rank.rank) for rank in ranks]
@@ -41,6 +73,8 @@ def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
     if device.type == "cuda" and (weights.quantization is not None or made is not None):
         weights.products = SizedProducts(made)
     reason = f"the fused step is for CPUs, not {device.type}" if tier is None else missing(spec)
+    if reads_middle:
+        reason = "the drafter reads hidden states that the fused step does not keep"
     if tier is not None and reason is None:
         held = [weight_bytes(spec, rank, tier, weights.block_type) for rank in ranks]
         kv_dtype = KV_DTYPES[tier.kv_kind(spec, settings.block_size, ActivationDtype.INT8)]
@@ -63,7 +97,7 @@ def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
         SpecPools(spec, each, settings.block_size, kv_dtype, device, layout)
         for each, layout in zip(heads, layouts, strict=True)
     ]
-    return with_memory(facts, settings, pools)
+    return facts, pools
 
 
 def estimate_seq2seq(settings: ModelsSettings, folder: Path, spec: Seq2SeqSpec) -> Needs:

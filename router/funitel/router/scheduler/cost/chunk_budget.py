@@ -19,6 +19,7 @@ class StepLoad:
     num_prompt_tokens: int = 0
     num_attended: int = 0  # tokens that prompt tokens attend to, summed over prompt tokens
     chunk_context: int = 0  # tokens before each chunk, which are read once however long the chunk
+    num_drafts: int = 0  # draft tokens beside the tokens of decoding sequences
 
     def add_chunk(self, context: int, count: int) -> None:
         """Add `count` prompt tokens that come behind `context` others of their sequence."""

@@ -68,6 +68,12 @@ class StepCostModel:
         """Predict a step of the decoding sequences of `load` alone; 0 before any was measured."""
         return self._plain.predict(_decode_features(load))
 
+    def token_share(self, load: StepLoad) -> float:
+        """Return the share of a plain step's time that grows with its tokens; 0 before any was measured."""
+        features, costs = _decode_features(load), self._plain.costs
+        total = self._plain.predict(features)
+        return costs[1] * features[1] / total if total > 0.0 else 0.0
+
     def seconds(self, load: StepLoad) -> float:
         """Predict any step; 0 before one like it was measured."""
         if load.num_decodes == 0:
@@ -202,7 +208,7 @@ class _PromptSteps:
 
 
 def _decode_features(load: StepLoad) -> tuple[float, ...]:
-    return 1.0, load.num_decodes / _DECODES, load.decode_context / _DECODE_CONTEXT
+    return 1.0, (load.num_decodes + load.num_drafts) / _DECODES, load.decode_context / _DECODE_CONTEXT
 
 
 class _Tail:
