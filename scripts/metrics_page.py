@@ -28,7 +28,11 @@ What to watch is in [observability](observability.md) and [scheduling](schedulin
 TGI = """Names, labels and buckets of text-generation-inference, so its dashboards keep working. What counts differently
 is in [migrate](migrate.md)."""
 VLLM = "What a Kubernetes gateway routes by: see [adapters](adapters.md#metrics)."
-SECTIONS = (("tgi_", "TGI's", TGI), ("funitel_", "funitel's", "Metrics that TGI does not have."), ("vllm:", "vLLM's", VLLM))
+SECTIONS = (
+    ("tgi_", "TGI's", TGI),
+    ("funitel_", "funitel's", "Metrics that TGI does not have."),
+    ("vllm:", "vLLM's", VLLM),
+)
 
 
 def failures() -> str:
@@ -109,7 +113,9 @@ def page() -> str:
         parts.append("")
     used = {(family.name, label) for _, family, labels in found for label in labels}
     stale = {(name, label) for name, label in LABELS if not {(name, label)} & used and name}
-    if stale or len([each for each in found if each[0].startswith(tuple(prefix for prefix, _, _ in SECTIONS))]) != len(found):
+    if stale or len([each for each in found if each[0].startswith(tuple(prefix for prefix, _, _ in SECTIONS))]) != len(
+        found
+    ):
         raise SystemExit(f"error: scripts/metrics_page.py describes what is not there, or misses a prefix: {stale}")
     return "\n".join(parts)
 
