@@ -218,10 +218,10 @@ async def test_what_cannot_be_loaded_is_one_line_and_leaves_nothing(
 
 def test_an_adapter_of_another_base_ends_the_start_in_one_line(model: Path, adapters: Path) -> None:
     flags = ("--model-id", str(model), "--dtype", "float32", "--max-batch-total-tokens", "1024")
-    ended = run_launcher(*flags, "--lora-adapters", f"foreign={adapters / 'foreign'}")
+    ended = run_launcher(*flags, "--port", "0", "--lora-adapters", f"foreign={adapters / 'foreign'}")
     assert ended.code == 1
-    assert "--lora-adapters foreign=" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert "--lora-adapters foreign=" in ended.err
+    assert "Traceback" not in ended.err
 
 
 async def test_a_shard_that_is_killed_gets_its_adapters_again(server: Server, truth: dict[str, list[int]]) -> None:

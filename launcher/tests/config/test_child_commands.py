@@ -12,6 +12,7 @@ from funitel.launcher.config.child_commands import Commands, download_environ, r
 from funitel.launcher.config.resolve import ResolvedSettings, fit_to_model, resolve
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.fields import as_command
 from funitel.router.settings import RouterSettings
 
@@ -78,6 +79,15 @@ def test_the_router_gets_the_model_folder_under_the_clients_name() -> None:
     assert told.master_shard_uds_path == "/tmp/path-0"
     assert told.cors_allow_origin == ("https://a", "https://b")
     assert (told.port, told.exit_with_parent) == (3001, os.getpid())
+
+
+def test_the_router_alone_gets_the_adapters() -> None:
+    listed = AdapterList("sql=/adapters/sql,owner/poet@v1")
+    settings = resolved(lora_adapters=listed, max_loras=3, lora_folder="/adapters")
+    told = router(settings)
+    assert (told.lora_adapters, told.max_loras, told.lora_folder) == (listed, 3, "/adapters")
+    for inherited in (shard_environ, lambda *given: router_environ(*given[:2])):
+        assert "LORA_ADAPTERS" not in inherited(settings, {"LORA_ADAPTERS": "sql=/adapters/sql"}, 0)
 
 
 def test_the_api_key_travels_in_the_routers_environment_only() -> None:

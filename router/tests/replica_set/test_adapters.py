@@ -29,6 +29,15 @@ async def test_an_adapter_is_loaded_on_every_replica(tmp_path: Path) -> None:
         await holds(lambda: not any(shard.adapters for [shard] in deployment.replicas), "unloaded")
 
 
+async def test_requests_with_an_adapter_stay_where_it_is_loaded(tmp_path: Path) -> None:
+    [adapter] = adapters(tmp_path, 1)
+    async with running(tmp_path) as deployment:
+        for first in range(0, 60, 10):
+            asked = asking(adapter, first=first)
+            assert await run(deployment.fleet, asked) == expected(asked)
+        assert sorted(len(shard.adapter_loads) for [shard] in deployment.replicas) == [0, 1]
+
+
 async def test_a_request_that_moves_finds_its_adapter_on_the_other_replica(tmp_path: Path) -> None:
     [adapter] = adapters(tmp_path, 1)
     async with running(tmp_path) as deployment:

@@ -25,5 +25,19 @@ def test_place(standings: list[tuple[int, int]], chosen: int, why: str) -> None:
     assert choose_replica([ReplicaLoad(*standing) for standing in standings]) == chosen, why
 
 
+@pytest.mark.parametrize(
+    ("standings", "chosen", "why"),
+    [
+        ([(0, 0, False), (0, 0, True)], 1, "the one with the adapter"),
+        ([(0, 0, False), (512, 0, True)], 1, "a lead in load that loading it would cost"),
+        ([(0, 0, False), (513, 0, True)], 0, "overloaded"),
+        ([(0, 16, False), (0, 0, True)], 0, "the longest beginning comes first"),
+        ([(9, 0, True), (8, 0, True)], 1, "both have it: the least loaded"),
+    ],
+)
+def test_place_of_a_sequence_with_an_adapter(standings: list[tuple[int, int, bool]], chosen: int, why: str) -> None:
+    assert choose_replica([ReplicaLoad(*standing) for standing in standings]) == chosen, why
+
+
 def test_an_only_replica_gets_everything() -> None:
     assert choose_replica([ReplicaLoad(10**9, 0)]) == 0

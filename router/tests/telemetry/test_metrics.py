@@ -40,6 +40,11 @@ TGI = {
     "tgi_batch_max_total_tokens": "gauge",
 }
 OURS = {
+    "funitel_adapters": "gauge",
+    "funitel_adapter_bytes": "gauge",
+    "funitel_adapter_loads_total": "counter",
+    "funitel_adapter_evictions_total": "counter",
+    "vllm:lora_requests_info": "gauge",
     "funitel_replicas": "gauge",
     "funitel_replica_returns_total": "counter",
     "funitel_moved_total": "counter",

@@ -1,7 +1,7 @@
 """Parse and format the adapters to serve, in TGI's form: `owner/repo,name=owner/repo@revision,name=/folder`."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 MAX_NAME_CHARACTERS = 256
@@ -51,20 +51,28 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-class AdapterList(tuple[AdapterSource, ...]):
+class AdapterList:
     """Adapters to serve, from text with commas between or from entries; `str` gives the text."""
 
-    def __new__(cls, listed: str | Iterable[AdapterSource]) -> "AdapterList":
+    def __init__(self, listed: str | Iterable[AdapterSource]) -> None:
         """Raise ValueError with the reason for text of another form, or a name that is given twice."""
-        entries = _parse(listed) if isinstance(listed, str) else tuple(listed)
-        names = [entry.name for entry in entries]
+        self._entries = _parse(listed) if isinstance(listed, str) else tuple(listed)
+        names = [entry.name for entry in self._entries]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"names two adapters {twice!r}")
-        return super().__new__(cls, entries)
+
+    def __iter__(self) -> Iterator[AdapterSource]:
+        return iter(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AdapterList) and self._entries == other._entries
+
+    def __hash__(self) -> int:
+        return hash(self._entries)
 
     def __str__(self) -> str:
-        return ",".join(map(str, self))
+        return ",".join(map(str, self._entries))
 
 
 def _parse(text: str) -> tuple[AdapterSource, ...]:

@@ -153,6 +153,11 @@ class AdapterSlots:
             self._retired.add(adapter.id)
         self._advance()
 
+    def has(self, adapter: Adapter) -> bool:
+        """Whether an adapter is in memory, or will be soon."""
+        slot = self._slots.get(adapter.id)
+        return adapter.id in self._waiting if slot is None else slot.stage is not _Stage.UNLOADING
+
     def use(self) -> AdapterUse:
         """What is loaded, used and waited for now."""
         loaded = [slot for slot in self._slots.values() if slot.stage is not _Stage.LOADING]

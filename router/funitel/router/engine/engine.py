@@ -176,7 +176,9 @@ class Engine:
 
     def load_for(self, sequence: Sequence) -> ReplicaLoad:
         """The load of this replica, and its cached prefix of a sequence that is not here."""
-        return ReplicaLoad(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
+        adapter = sequence.request.adapter
+        has_adapter = adapter is not None and self._adapters.has(adapter)
+        return ReplicaLoad(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence), has_adapter)
 
     def _take(self, sequence: Sequence) -> None:
         request = sequence.request

@@ -16,11 +16,12 @@ class ReplicaLoad:
     """The load of a replica, and what it has of one sequence.
 
     `load_tokens` are the tokens known of every sequence that waits or runs there; `cached_tokens` those of the cached
-    prefix of the one sequence.
+    prefix of the one sequence; `has_adapter` says whether its adapter, if it has one, is in memory there.
     """
 
     load_tokens: int
     cached_tokens: int
+    has_adapter: bool = False
 
 
 class Admits(Protocol):
