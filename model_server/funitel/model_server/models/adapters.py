@@ -11,7 +11,7 @@ from funitel.model_server.adapters.sites import base_modules, max_elements
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.layers.attention import Attention, LatentAttention
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
-from funitel.model_server.layers.low_rank import LowRankDelta, LowRankStep, TorchLowRankOps, place
+from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps, place
 from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
 from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
 
@@ -49,7 +49,7 @@ def _ops(device: torch.device) -> TorchLowRankOps:
 
 def _kernels(device: torch.device) -> TorchLowRankOps:
     # Triton: seconds to import, and there with torch's builds for GPUs only
-    from funitel.model_server.layers.low_rank_kernels import TritonLowRankOps, check_low_rank
+    from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps, check_low_rank
 
     check_low_rank(device)
     return TritonLowRankOps()

@@ -20,7 +20,7 @@ from funitel.model_server.adapters.sites import Site
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.forward.batch import AdapterGroup
-from funitel.model_server.layers.low_rank import LowRankSite, LowRankWeights, TorchLowRankOps, place, weights_of
+from funitel.model_server.layers.low_rank.ops import LowRankSite, LowRankWeights, TorchLowRankOps, place, weights_of
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
 _ROWS, _RANKS, _INPUTS, _OUTPUTS = 16, 16, 64, 64  # of a tile

@@ -1,4 +1,4 @@
-"""Adapters in Triton kernels: what torch computes, over shapes drawn at random. Without a GPU Triton interprets them."""
+"""Adapters in Triton kernels: what torch computes, over shapes drawn at random; interpreted without a GPU."""
 
 import random
 
@@ -11,8 +11,8 @@ from funitel.model_server.adapters.peft_folder import AdapterTensors, LowRank
 from funitel.model_server.adapters.registry import Adapter
 from funitel.model_server.adapters.sites import Site
 from funitel.model_server.forward.batch import AdapterGroup
-from funitel.model_server.layers.low_rank import TorchLowRankOps, place
-from funitel.model_server.layers.low_rank_kernels import TritonLowRankOps, check_low_rank
+from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps, check_low_rank
+from funitel.model_server.layers.low_rank.ops import TorchLowRankOps, place
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.float64: 1e-5, torch.float16: 2e-3}  # float32 is repacked for oneDNN on a CPU
