@@ -204,7 +204,8 @@ async def test_adapters_are_loaded_and_dropped_aside_from_the_steps(shard: Shard
     loaded = await shard.stub.LoadAdapter(pb.LoadAdapterRequest(id="a", path=str(folder)))
     assert (loaded.max_rank, loaded.bytes > 0) == (8, True)
     batch = wire.encode_batch(1, [start(1, PROMPT, adapter_id="a")], 4)
-    assert (await shard.stub.Prefill(wire.encode_prefill(batch, None, (), None))).generations
+    answer = await shard.stub.Prefill(wire.encode_prefill(batch, None, (), None))
+    assert answer.num_forward_tokens == len(PROMPT)
     await shard.stub.UnloadAdapter(pb.UnloadAdapterRequest(id="a"))
     batch = wire.encode_batch(2, [start(2, PROMPT, adapter_id="a")], 4)
     for call in (

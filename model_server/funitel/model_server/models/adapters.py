@@ -1,5 +1,6 @@
 """The layers of the torch decoder that take adapters."""
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -7,18 +8,21 @@ import torch
 
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.adapters.sites import base_modules, max_elements
+from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.layers.attention import Attention, LatentAttention
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
-from funitel.model_server.layers.low_rank import LowRankDelta, LowRankStep, place
+from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps, place
 from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
 from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
+
+logger = logging.getLogger(__name__)
 
 Taker = ColumnLinear | RowLinear | VocabEmbedding | VocabHead
 
 
 def take_adapters(decoder: Decoder, prefix: str, dtype: torch.dtype, device: torch.device) -> AdapterBase:
     """Have a decoder add the adapters of its rows to its layers; `prefix` is that of its tensors' names."""
-    step = LowRankStep()
+    step = LowRankStep(_ops(device))
     takers = list(_takers(decoder))
     sites = [taker.site for taker in takers]
     for number, taker in enumerate(takers):
@@ -29,6 +33,26 @@ def take_adapters(decoder: Decoder, prefix: str, dtype: torch.dtype, device: tor
         place=partial(place, sites, dtype=dtype, device=device),
         max_bytes=lambda rank: max_elements(sites, rank) * dtype.itemsize,
     )
+
+
+def _ops(device: torch.device) -> TorchLowRankOps:
+    """Kernels where a GPU runs them."""
+    if device.type != "cuda":
+        return TorchLowRankOps()
+
+    def fall_back(error: Exception) -> TorchLowRankOps:
+        logger.warning("adapters are computed in torch, without the Triton kernels: %s", reason_of(error))
+        return TorchLowRankOps()
+
+    return probe_or_fall_back(partial(_kernels, device), fall_back)
+
+
+def _kernels(device: torch.device) -> TorchLowRankOps:
+    # Triton: seconds to import, and there with torch's builds for GPUs only
+    from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps, check_low_rank
+
+    check_low_rank(device)
+    return TritonLowRankOps()
 
 
 def _takers(decoder: Decoder) -> Iterator[Taker]:

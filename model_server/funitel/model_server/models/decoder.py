@@ -14,7 +14,7 @@ from funitel.model_server.layers.attention import Rotations
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
-from funitel.model_server.layers.low_rank import LowRankStep
+from funitel.model_server.layers.low_rank.ops import LowRankStep
 from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, rotations_of, sinusoids
 from funitel.model_server.models.mixer import Mixer, adopt, mixer_of

@@ -60,38 +60,33 @@ class LowRankSite:
 
 
 class LowRankWeights:
-    """An adapter's weights by the number of their site."""
+    """An adapter's weights by the number of their site; `records` is what kernels are told of them."""
 
     def __init__(self, sites: Mapping[int, LowRankSite], num_bytes: int) -> None:
         self.sites = sites
         self.num_bytes = num_bytes
+        self.records: torch.Tensor | None = None
 
 
-class LowRankStep:
-    """The rows of the step that is computed: the layers of a decoder share it."""
-
-    groups: Sequence[AdapterGroup] = ()
-
-    def begin(self, batch: ForwardBatch) -> None:
-        """A step begins."""
-        self.groups = batch.adapters
+def weights_of(group: AdapterGroup) -> LowRankWeights:
+    """The weights of a group's adapter."""
+    weights = group.adapter.weights
+    assert isinstance(weights, LowRankWeights)
+    return weights
 
 
-class LowRankDelta:
-    """The `Delta` of one site."""
+class TorchLowRankOps:
+    """Adds the adapters of a step's rows, one adapter after the other. A row's result does not depend on the others."""
 
-    def __init__(self, step: LowRankStep, number: int, site: Site) -> None:
-        self._step = step
-        self._number = number
-        self._is_head = site.is_head
+    def begin(self, groups: Sequence[AdapterGroup]) -> None:
+        """A step begins, with these rows."""
+        self.groups = groups
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Change outputs `y` in place; a row's result does not depend on the others."""
-        for group in self._step.groups:
-            weights = group.adapter.weights
-            assert isinstance(weights, LowRankWeights)
-            own = weights.sites.get(self._number)
-            rows = group.logits if self._is_head else group.tokens
+    def add(self, number: int, x: torch.Tensor, y: torch.Tensor, *, is_head: bool) -> torch.Tensor:
+        """Change outputs `y` of a site for inputs `x`, in place; the rows of the head are those with logits."""
+        for group in self.groups:
+            own = weights_of(group).sites.get(number)
+            rows = group.logits if is_head else group.tokens
             if own is not None and len(rows):
                 y[rows] = self._changed(own, x[rows], y[rows])
         return y
@@ -104,6 +99,33 @@ class LowRankDelta:
             for outputs, ranks, matmul in own.expand:
                 y[:, outputs] += matmul(shrunk[:, ranks].contiguous()).to(y.dtype)
         return y
+
+
+class LowRankStep:
+    """The step that is computed: the layers of a decoder share it."""
+
+    def __init__(self, ops: TorchLowRankOps) -> None:
+        self.ops = ops
+        self.is_on = False  # some row has an adapter
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """A step begins."""
+        self.is_on = bool(batch.adapters)
+        if self.is_on:
+            self.ops.begin(batch.adapters)
+
+
+class LowRankDelta:
+    """The `Delta` of one site."""
+
+    def __init__(self, step: LowRankStep, number: int, site: Site) -> None:
+        self._step = step
+        self._number = number
+        self._is_head = site.is_head
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        step = self._step
+        return step.ops.add(self._number, x, y, is_head=self._is_head) if step.is_on else y
 
 
 def place(sites: Sequence[Site], adapter: AdapterTensors, dtype: torch.dtype, device: torch.device) -> LowRankWeights:
