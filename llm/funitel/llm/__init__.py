@@ -9,16 +9,26 @@ from funitel.router.core.grammar import Grammar
 
 with requiring("server", "funitel.llm"):
     from funitel.llm.async_llm import AsyncLLM
-    from funitel.llm.handle import RequestHandle
+    from funitel.llm.requests.handle import RequestHandle
     from funitel.llm.llm import LLM
-    from funitel.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from funitel.llm.results import RequestState
+    from funitel.llm.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from funitel.llm.requests.results import RequestState
     from funitel.llm.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "FunitelError",
     "Grammar",
     "InvalidRequest",
@@ -29,5 +39,6 @@ __all__ = [
     "RequestOutputKind",
     "RequestState",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StartupError",
 ]
