@@ -22,6 +22,7 @@ with requiring("server", "funitel.llm"):
     )
     from funitel.llm.requests.results import RequestState
     from funitel.llm.sampling import RequestOutputKind, SamplingParams
+    from funitel.llm.steps import StepQueries, StepResult
 
 __all__ = [
     "LLM",
@@ -41,4 +42,6 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StartupError",
+    "StepQueries",
+    "StepResult",
 ]

@@ -4,10 +4,10 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from funitel.llm.calls import CompletionJob, run_jobs
 from funitel.llm.requests.handle import RequestHandle, StartedRequest
@@ -27,8 +27,12 @@ from funitel.model_server.hub import resolve
 from funitel.model_server.loading.encoder import holds_encoder
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, StartupError, WrongTask
+from funitel.router.core.request import Limits
+from funitel.router.engine.engine import Engine
 from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import read_recommended
+
+T = TypeVar("T")
 
 DEFAULT_PREFILL_TOKENS = RouterSettings().max_batch_prefill_tokens
 
@@ -120,7 +124,7 @@ class LLM:
                     raise SettingsError(f"num_shard must be 1 for an encoder, given {num_shard}")
                 self._pooling = LoadedEncoder(folder, shard, router.max_batch_prefill_tokens)
                 return
-            self._model = LoadedModel(folder, shard, router, num_shard)
+            self._model = LoadedModel(folder, replace(shard, enable_prefill_logprobs=True), router, num_shard)
         except StartupError as error:
             raise type(error)(_with_argument_names(error.message)) from error
         self._encoder = PromptEncoder(folder, self._model.vocab_size, chat_special_tokens=chat_special_tokens)
@@ -179,11 +183,7 @@ class LLM:
             InvalidRequest: the prompt or a parameter is invalid.
             NotReady: the LLM was closed.
         """
-        self._check_generates()
-        prompts = self._encoder.prompts(prompt)
-        if len(prompts) != 1:
-            raise InvalidRequest(f"prompt must be one text or its token ids, given {len(prompts)} prompts", "prompt")
-        (job,) = self._jobs(prompts, sampling_params)
+        job = self.prepared(prompt, sampling_params)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         results = RequestResults(job, request_id)
         started = StartedRequest(job, results)
@@ -191,6 +191,31 @@ class LLM:
         engine = self._model.engine
         self._model.loop.post(lambda: started.begin(engine))
         return handle
+
+    # For the classes beside it
+
+    def prepared(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> CompletionJob:
+        """Check one prompt and its parameters; raises as `start_request`."""
+        self._check_generates()
+        prompts = self._encoder.prompts(prompt)
+        if len(prompts) != 1:
+            raise InvalidRequest(f"prompt must be one text or its token ids, given {len(prompts)} prompts", "prompt")
+        (job,) = self._jobs(prompts, sampling_params)
+        return job
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Run work on the engine's event loop and wait for it; raises NotReady once closed."""
+        return self._model.loop.run(work(self._model.engine))
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a request in tokens."""
+        return self._model.limits
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self._model.vocab_size
 
     def close(self) -> None:
         """Cancel the calls of other threads and free the memory; idempotent."""
