@@ -10,11 +10,20 @@ from funitel.router.core.grammar import Grammar
 with requiring("server", "funitel.llm"):
     from funitel.llm.async_llm import AsyncLLM
     from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from funitel.llm.handle import RequestHandle
     from funitel.llm.llm import LLM
-    from funitel.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from funitel.llm.results import RequestState
+    from funitel.llm.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from funitel.llm.requests.handle import RequestHandle
+    from funitel.llm.requests.results import RequestState
     from funitel.llm.sampling import RequestOutputKind, SamplingParams
+    from funitel.llm.steps import StepQueries, StepResult
 
 __all__ = [
     "LLM",
@@ -22,7 +31,9 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "FunitelError",
     "Grammar",
     "InvalidRequest",
@@ -33,5 +44,8 @@ __all__ = [
     "RequestOutputKind",
     "RequestState",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StartupError",
+    "StepQueries",
+    "StepResult",
 ]

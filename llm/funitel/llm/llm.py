@@ -4,25 +4,36 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, beam_requests, search_beams
 from funitel.llm.calls import CompletionJob, run_jobs
-from funitel.llm.handle import RequestHandle, StartedRequest
 from funitel.llm.loaded import LoadedModel
-from funitel.llm.outputs import RequestOutput
+from funitel.llm.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from funitel.llm.pooling import LoadedEncoder
 from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
-from funitel.llm.results import RequestResults
+from funitel.llm.requests.handle import RequestHandle, StartedRequest
+from funitel.llm.requests.results import RequestResults
 from funitel.llm.sampling import SamplingParams, is_int, params_for
 from funitel.model_server.hub import resolve
+from funitel.model_server.loading.encoder import holds_encoder
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
-from funitel.proto.errors import InvalidRequest, SettingsError, StartupError
+from funitel.proto.errors import InvalidRequest, SettingsError, StartupError, WrongTask
+from funitel.router.core.request import Limits
+from funitel.router.engine.engine import Engine
 from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import read_recommended
+
+T = TypeVar("T")
 
 DEFAULT_PREFILL_TOKENS = RouterSettings().max_batch_prefill_tokens
 
@@ -63,7 +74,7 @@ class LLM:
             device: auto, cpu or cuda.
             dtype: precision of weights and KV: float32, float16 or bfloat16.
             quantize: quantisation of the checkpoint's weights.
-            num_shard: only 1 here; a server splits a model over several processes.
+            num_shard: processes that the model is split over; with 1 it runs in this one.
             num_threads: of compute threads.
             block_size: tokens per KV block.
             cuda_memory_fraction: of the GPU's memory, or on a CPU of half of the available memory.
@@ -76,12 +87,11 @@ class LLM:
         Raises:
             StartupError: an argument is invalid for the model or the machine.
         """
-        if num_shard != 1:
-            raise SettingsError(f"num_shard must be 1 in one process, given {num_shard!r}: start a server for more")
         _check_choice("device", device, DEVICES)
         _check_choice("dtype", dtype, (None, *DTYPES))
         _check_choice("quantize", quantize, (None, *QUANTIZATIONS))
         _check_integers(
+            num_shard=num_shard,
             num_threads=num_threads,
             block_size=block_size,
             max_total_tokens=max_total_tokens,
@@ -92,26 +102,30 @@ class LLM:
         try:
             cache_dir = cache_dir or os.environ.get("FUNITEL_CACHE")
             folder = resolve.resolve(str(model), revision=revision, cache_dir=cache_dir).folder
-            self._model = LoadedModel(
-                folder,
-                ModelServerSettings(
-                    model_id=str(folder),
-                    device=device,
-                    dtype=dtype,
-                    quantize=quantize,
-                    block_size=block_size,
-                    cuda_memory_fraction=cuda_memory_fraction,
-                    num_threads=num_threads,
-                ),
-                RouterSettings(
-                    max_total_tokens=max_total_tokens,
-                    max_batch_prefill_tokens=max_batch_prefill_tokens
-                    or min(DEFAULT_PREFILL_TOKENS, max_batch_total_tokens or DEFAULT_PREFILL_TOKENS),
-                    max_batch_total_tokens=max_batch_total_tokens,
-                    max_batch_size=max_batch_size,
-                    max_concurrent_requests=sys.maxsize,  # callers wait for their own calls
-                ),
+            shard = ModelServerSettings(
+                model_id=str(folder),
+                device=device,
+                dtype=dtype,
+                quantize=quantize,
+                block_size=block_size,
+                cuda_memory_fraction=cuda_memory_fraction,
+                num_threads=num_threads,
             )
+            router = RouterSettings(
+                max_total_tokens=max_total_tokens,
+                max_batch_prefill_tokens=max_batch_prefill_tokens
+                or min(DEFAULT_PREFILL_TOKENS, max_batch_total_tokens or DEFAULT_PREFILL_TOKENS),
+                max_batch_total_tokens=max_batch_total_tokens,
+                max_batch_size=max_batch_size,
+                max_concurrent_requests=sys.maxsize,  # callers wait for their own calls
+            )
+            self._pooling: LoadedEncoder | None = None
+            if holds_encoder(folder):
+                if num_shard != 1:
+                    raise SettingsError(f"num_shard must be 1 for an encoder, given {num_shard}")
+                self._pooling = LoadedEncoder(folder, shard, router.max_batch_prefill_tokens)
+                return
+            self._model = LoadedModel(folder, replace(shard, enable_prefill_logprobs=True), router, num_shard)
         except StartupError as error:
             raise type(error)(_with_argument_names(error.message)) from error
         self._encoder = PromptEncoder(folder, self._model.vocab_size, chat_special_tokens=chat_special_tokens)
@@ -138,6 +152,7 @@ class LLM:
             InvalidRequest: a prompt or parameter is invalid; the message names it, and nothing was computed.
             FunitelError: a step failed, or the LLM was closed.
         """
+        self._check_generates()
         return self._run(self._encoder.prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
@@ -152,6 +167,7 @@ class LLM:
         The model's chat template makes the prompts. A conversation that ends with the assistant is continued.
         Otherwise as `generate`.
         """
+        self._check_generates()
         return self._run(self._encoder.chats(messages), sampling_params, use_tqdm)
 
     def start_request(
@@ -168,10 +184,7 @@ class LLM:
             InvalidRequest: the prompt or a parameter is invalid.
             NotReady: the LLM was closed.
         """
-        prompts = self._encoder.prompts(prompt)
-        if len(prompts) != 1:
-            raise InvalidRequest(f"prompt must be one text or its token ids, given {len(prompts)} prompts", "prompt")
-        (job,) = self._jobs(prompts, sampling_params)
+        job = self.prepared(prompt, sampling_params)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         results = RequestResults(job, request_id)
         started = StartedRequest(job, results)
@@ -194,13 +207,102 @@ class LLM:
             InvalidRequest: a prompt or parameter is invalid; the message names it, and nothing was computed.
             FunitelError: a step failed, or the LLM was closed.
         """
-        model = self._model
-        requests = beam_requests(self._encoder.prompts(prompts), params, model.limits)
-        return model.loop.run(search_beams(model.engine, requests, self._encoder.tokenizer))
+        self._check_generates()
+        requests = beam_requests(self._encoder.prompts(prompts), params, self._model.limits)
+        return self.run(lambda engine: search_beams(engine, requests, self._encoder.tokenizer))
+
+    # For the classes beside it
+
+    def prepared(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> CompletionJob:
+        """Check one prompt and its parameters; raises as `start_request`."""
+        self._check_generates()
+        prompts = self._encoder.prompts(prompt)
+        if len(prompts) != 1:
+            raise InvalidRequest(f"prompt must be one text or its token ids, given {len(prompts)} prompts", "prompt")
+        (job,) = self._jobs(prompts, sampling_params)
+        return job
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Run work on the engine's event loop and wait for it; raises NotReady once closed."""
+        return self._model.loop.run(work(self._model.engine))
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a request in tokens."""
+        return self._model.limits
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self._model.vocab_size
 
     def close(self) -> None:
         """Cancel the calls of other threads and free the memory; idempotent."""
-        self._model.close()
+        if self._pooling is not None:
+            self._pooling.close()
+        else:
+            self._model.close()
+
+    # Encoders
+
+    def embed(
+        self, prompts: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each text, of length 1.
+
+        Args:
+            prompts: a text or several.
+            truncate_prompt_tokens: what is longer is cut on the right; None: it is an error.
+
+        Raises:
+            WrongTask: the model gives no vectors.
+            InvalidRequest: a text is too long or empty.
+        """
+        return self._encodes("embeddings").embed(_texts(prompts), truncate_prompt_tokens)
+
+    def classify(
+        self,
+        prompts: str | Sequence[str | tuple[str, str]],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the classes of each text, or pair of texts.
+
+        Raises: as `embed`.
+        """
+        return self._encodes("classes").classify(_texts(prompts), truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts go together: one with each of several, or the first of either list, and so on.
+
+        That is the score of a cross-encoder, or the cosine of the vectors of an embedding model.
+
+        Raises:
+            InvalidRequest: two lists differ in length; and as `embed`.
+        """
+        first, second = _texts(data_1), _texts(data_2)
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise InvalidRequest(
+                f"data_1 must have one text or as many as data_2, given {len(first)} and {len(second)}", "data_1"
+            )
+        return self._encodes("scores").score(list(zip(first, second, strict=True)), truncate_prompt_tokens)
+
+    def _encodes(self, what: str) -> LoadedEncoder:
+        if self._pooling is None:
+            raise WrongTask(f"this model generates text; it gives no {what}")
+        return self._pooling
+
+    def _check_generates(self) -> None:
+        if self._pooling is not None:
+            raise WrongTask("this model does not generate text: it is an encoder")
 
     def __enter__(self) -> Self:
         return self
@@ -231,6 +333,18 @@ class LLM:
             )
             for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
+
+
+def _texts(given: Any) -> list[Any]:
+    """A list of texts or pairs; a single one becomes a list of one."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else None
+    if texts is None:
+        raise InvalidRequest(f"prompts must be a text or a list of texts, given {given!r}", "prompts")
+    for place, text in enumerate(texts):
+        is_pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(each, str) for each in text)
+        if not (isinstance(text, str) and text) and not is_pair:
+            raise InvalidRequest(f"prompt {place} must be a text, given {text!r}", "prompts")
+    return texts
 
 
 def _recommended(folder: Path) -> SamplingParams:

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from funitel.llm.ranks import LocalRanks
+from funitel.llm.shards import ShardProcesses
 from funitel.llm.threads import CLOSED, CLOSED_EARLY, ComputeThread, LoopThread
+from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError, NotReady
@@ -23,13 +25,16 @@ from funitel.router.telemetry.metrics import Metrics
 class LoadedModel:
     """A loaded model; it ends by `close`, by garbage collection, or with the program."""
 
-    def __init__(self, folder: Path, shard: ModelServerSettings, router: RouterSettings) -> None:
-        """Load the model in `folder` on a new compute thread, and start an engine on another.
+    def __init__(self, folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int = 1) -> None:
+        """Load the model in `folder` on a new compute thread or in processes, and start an engine on another thread.
 
         Raises:
             StartupError: model, settings and machine do not fit together.
         """
         self.loop = LoopThread()
+        if num_shard > 1:
+            self._load_shards(folder, shard, router, num_shard)
+            return
         compute = ComputeThread()
         with ExitStack() as undo:
             # No join after an interrupt: loading goes on to its end.
@@ -38,9 +43,22 @@ class LoadedModel:
             undo.callback(self.loop.close, _nothing)
             engine, self.vocab_size = self.loop.run(_start(folder, shard, router, compute))
             undo.pop_all()
+        self._note(engine, compute)
+
+    def _load_shards(self, folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int) -> None:
+        begun: list[ShardProcesses] = []
+        with ExitStack() as undo:
+            undo.callback(lambda: [processes.close() for processes in begun])
+            undo.callback(self.loop.join)
+            undo.callback(self.loop.close, _nothing)
+            engine, self.vocab_size = self.loop.run(_start_shards(folder, shard, router, num_shard, begun))
+            undo.pop_all()
+        self._note(engine, begun[0])
+
+    def _note(self, engine: Engine, worker: "ComputeThread | ShardProcesses") -> None:
         self.limits = engine.limits
         self._engine: Engine | None = engine
-        self._finalizer = weakref.finalize(self, _shut_down, self.loop, engine, compute)
+        self._finalizer = weakref.finalize(self, _shut_down, self.loop, engine, worker)
 
     @property
     def engine(self) -> Engine:
@@ -68,12 +86,25 @@ async def _start(
     return await start(LocalRanks(executor, info, compute), router, Metrics()), executor.spec.vocab_size
 
 
+async def _start_shards(
+    folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int, begun: list[ShardProcesses]
+) -> tuple[Engine, int]:
+    """As `_start`, in processes, which are noted in `begun`; they end with this thread."""
+    processes = ShardProcesses(folder, shard, num_shard)
+    begun.append(processes)
+    shards = await processes.connect()
+    config = read_json(folder / "config.json")
+    context = config.get("max_position_embeddings") or config.get("n_positions") or router.max_batch_prefill_tokens
+    router = replace(router, max_batch_prefill_tokens=min(router.max_batch_prefill_tokens, context))
+    return await start(shards, router, Metrics()), shards.infos[0].vocab_size
+
+
 async def _nothing() -> None:
     pass
 
 
-def _shut_down(loop: LoopThread, engine: Engine, compute: ComputeThread) -> None:
-    """End the loop, then the compute thread; the garbage collector may call this on either."""
+def _shut_down(loop: LoopThread, engine: Engine, worker: ComputeThread | ShardProcesses) -> None:
+    """End the loop, then what computes; the garbage collector may call this on either of its threads."""
 
     async def close() -> None:
         engine.fail_all(NotReady(CLOSED_EARLY))  # requests that were started and are not waited for
@@ -81,4 +112,7 @@ def _shut_down(loop: LoopThread, engine: Engine, compute: ComputeThread) -> None
 
     loop.close(close)
     loop.join()
-    compute.join()
+    if isinstance(worker, ShardProcesses):
+        worker.close()
+    else:
+        worker.join()

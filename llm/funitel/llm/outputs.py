@@ -121,3 +121,57 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+
+# Of encoders
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a text, of length 1."""
+
+    embedding: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A text as tokens, and its vector."""
+
+    outputs: EmbeddingOutput
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The probabilities of the classes, and the names of these, in the model's order."""
+
+    probs: tuple[float, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes the model has."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    """A text or pair as tokens, and its classes."""
+
+    outputs: ClassificationOutput
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well two texts go together: within 0..1 of a cross-encoder, within -1..1 of an embedding model."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts as tokens, and its score."""
+
+    outputs: ScoringOutput
+    prompt_token_ids: tuple[int, ...]

@@ -150,6 +150,7 @@ class LoopThread:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await shut_down()
+            await asyncio.sleep(0)  # transports that were closed give up their sockets
         finally:
             self._loop.stop()
 

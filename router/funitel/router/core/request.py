@@ -62,6 +62,7 @@ class Request:
     sampling: SamplingParams
     stopping: StoppingParams
     prefill_logprobs: bool = False
+    output_ids: tuple[int, ...] = ()  # of the completion, known already; `stopping` counts them
     prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     top_n_tokens: int = 0
     beams: BeamParams | None = None  # it is searched, not sampled

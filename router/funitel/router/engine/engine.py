@@ -144,7 +144,8 @@ class Engine:
     def _sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request that comes now."""
         num_opening = self._replica.info.num_opening_tokens
-        return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
+        known = list(request.output_ids)
+        return Sequence(self._next_id, request, known, num_opening=num_opening, arrived=time.monotonic())
 
     def on_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
         """Have `on_lost` called once the shards are gone; it must call `evacuate`."""

@@ -103,7 +103,8 @@ class ReplicaSet(Membership[ServingReplica]):
     def _sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request that comes now."""
         num_opening = self._infos[0].num_opening_tokens
-        return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
+        known = list(request.output_ids)
+        return Sequence(self._next_id, request, known, num_opening=num_opening, arrived=time.monotonic())
 
     def _in_flight(self, key: bytes) -> InFlight:
         """Count requests of all replicas and reservations: all, and those of a key."""

@@ -1,0 +1,1 @@
+"""Requests that are started: their handles and their results."""
