@@ -415,7 +415,7 @@ TestScheduler = SchedulerMachine.TestCase
 @pytest.mark.parametrize("state_slots", [0, 12])
 @pytest.mark.parametrize("num_blocks", [10, 14, 24])
 def test_speculating_sequences_share_a_small_pool(num_blocks: int, state_slots: int) -> None:
-    """All of them have drafts, two steps are in flight, and blocks run out: nothing is lost and nothing is written over."""
+    """All have drafts, two steps are in flight, and blocks run out: nothing is lost and nothing is written over."""
     distances = state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL
     num_accepted = 0
     for seed in range(40):
