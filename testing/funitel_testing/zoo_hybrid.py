@@ -134,4 +134,12 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_hidden_layers": NUM_LAYERS, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4}
         | {"num_experts_per_tok": 2, "mamba_d_state": 5, "mamba_dt_rank": 4, "mamba_proj_bias": True},
     ),
+    # the first layer attends: transformers takes from it how many tokens there were before a step
+    "minimax": (
+        "MiniMax",
+        {"num_hidden_layers": NUM_LAYERS, "layer_types": ["full_attention", "linear_attention", "linear_attention"]}
+        | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "block_size": 16}
+        | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.2}
+        | {"linear_attn_beta_factor": 0.3, "mlp_alpha_factor": 0.9, "mlp_beta_factor": 0.7},
+    ),
 }

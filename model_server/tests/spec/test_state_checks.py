@@ -8,7 +8,7 @@ import pytest
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.json_file import check_spec
 from funitel.model_server.spec.layer_spec import MultiplierSpec
-from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement
 from funitel.model_server.spec.state_layers import DeltaNetSpec, ShortConvSpec
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.zoo import ZOO
@@ -43,6 +43,9 @@ def spec_from(name: str, **changes: Any) -> ModelSpec:
         ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "delta_net.num_value_heads must be within 1..65536"),
         ("kimi_linear", {"qk_rope_head_dim": 5}, "rotary.dims must be even"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "only 'sigmoid' is supported"),
+        ("minimax", {"head_dim": 9000}, "head_dim must be within 1..8192, given 9000"),
+        ("minimax", {"linear_attn_beta_factor": "half"}, "value of the wrong kind: multipliers:"),
+        ("minimax", {"sliding_window": 5}, "config.json says sliding_window=5, only None is supported"),
         ("mamba2", {"num_heads": 5}, "num_heads 5 of head_dim 16 must be 96, expand * hidden_size"),
         ("mamba2", {"n_groups": 4}, "mamba2.num_heads must be a multiple of num_groups, given 6 and 4"),
         ("mamba", {"state_size": 0}, "mamba.state_dim must be within 1..8192, given 0"),
@@ -65,7 +68,7 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
     ("changes", "message"),
     [
         ({"state_layers": ()}, "state_layers must name the layers of delta_net, given none"),
-        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, mamba, short_conv, given none"),
+        ({"delta_net": None}, "state_layers need one of delta_net, mamba2, mamba, lightning, short_conv, given none"),
         ({"short_conv": ShortConvSpec(channels=48, conv_width=3)}, "given delta_net, short_conv"),
         ({"state_layers": (0, 3)}, "state_layers must be within 0..2, given 3"),
         ({"state_layers": (0, 0)}, "state_layers must name each layer once"),
@@ -82,6 +85,10 @@ def test_sizes_that_cannot_be_are_one_line(name: str, changes: dict[str, Any], m
             "delta_net.rank must be within 1..8192, given 0",
         ),
         ({"state_layers": (), "delta_net": None, "has_mlp": False}, "has_mlp false needs state_layers"),
+        (
+            {"norm_placement": NormPlacement.WITHIN, "state_norm_placement": NormPlacement.PRE},
+            "norm_placement within needs state_norm_placement empty",
+        ),
         ({"is_parallel": True}, "state_layers need is_parallel false"),
     ],
 )

@@ -43,7 +43,7 @@ def has_nan(values: torch.Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(values)).isnan().any())
 
 
-_KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
+KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
 _PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.(weight|bias)")  # of a matrix or a vector in a stack
 
 
@@ -350,7 +350,7 @@ class Weights:
     def finish(self, ignored: Sequence[str]) -> None:
         """Refuse tensors that were not asked for, except those matching a pattern of `ignored`, and close the files."""
         patterns = [re.compile(pattern) for pattern in ignored]
-        patterns.append(_KV_SCALE)
+        patterns.append(KV_SCALE)
         extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]
         self.unexpected = sorted(n for n in extra if n not in TGI_TENSORS and not self._is_empty_bias(n))
         if self._progress is not None:

@@ -3,7 +3,15 @@
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec, Norm, QkNorm
+from funitel.model_server.spec.model_spec import (
+    Activation,
+    ExpertScore,
+    ExpertsSpec,
+    ModelSpec,
+    Norm,
+    NormPlacement,
+    QkNorm,
+)
 from funitel.model_server.spec.state_layers import STATE_KINDS
 
 # Fields that the fused step reads: any other must have its default, so that one that is new to specs is not ignored.
@@ -28,6 +36,7 @@ _READ_OF_EXPERTS = {"num_experts", "num_chosen", "intermediate_size", "dense_lay
 _READ_OF_EXPERTS |= {"num_groups", "num_chosen_groups", "group_depth", "shared_size"}
 _UNREAD_KINDS = {
     "norm": Norm.NONE,
+    "norm_placement": NormPlacement.WITHIN,
     "qk_norm": QkNorm.PLAIN,
     "activation": Activation.XIELU,
     "experts.score": ExpertScore.SPARSEMIXER,
@@ -39,7 +48,7 @@ def missing(spec: ModelSpec) -> str | None:
     state = next((name for name in STATE_KINDS if getattr(spec, name)), None)
     if spec.state_layers and state is not None:
         return f"layers with a state ({state})"
-    kinds = {"norm": spec.norm, "qk_norm": spec.qk_norm, "activation": spec.activation}
+    kinds = {name: getattr(spec, name) for name in ("norm", "norm_placement", "qk_norm", "activation")}
     kinds |= {"experts.score": spec.experts.score} if spec.experts else {}
     for name, kind in kinds.items():
         if kind is _UNREAD_KINDS[name]:

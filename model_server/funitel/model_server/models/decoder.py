@@ -19,7 +19,8 @@ from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, rotations_of, sinusoids
 from funitel.model_server.models.mixer import Mixer, adopt, mixer_of
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
-from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position
+from funitel.model_server.spec.layer_spec import MultiplierSpec
+from funitel.model_server.spec.model_spec import NORMS_BEFORE, NORMS_BEHIND, ModelSpec, NormPlacement, Position
 
 
 class Decoder:
@@ -177,8 +178,11 @@ class DecoderLayer:
         self.is_parallel = spec.is_parallel
         self.attention = mixer_of(spec, weights, parallel, attention, index)
         self.mlp = _mlp(spec, weights, parallel, index)
-        self.attention_residual = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
-        self.mlp_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
+        of_attention, of_mlp = _factors(spec, index)
+        self.attention_residual = ResidualBlock(
+            spec, weights, names.attention_norm, names.attention_post_norm, index, factors=of_attention
+        )
+        self.mlp_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index, factors=of_mlp)
         self.laurel: Laurel | None = None
         if spec.laurel_rank is not None:
             self.laurel = Laurel(spec, spec.laurel_rank, weights, index)
@@ -226,8 +230,11 @@ class DecoderLayer:
             x = self.laurel.join(self.attention_residual.leave(x, attended), entering)
             result = self.mlp(self.mlp_residual.enter(x))
         else:
-            x, shared = self.attention_residual.pass_on(x, attended, self.mlp_residual)
+            x, shared = self.attention_residual.pass_on(
+                self.attention_residual.base(x, entering), attended, self.mlp_residual
+            )
             result = self.mlp(shared)
+            x = self.mlp_residual.base(x, shared)
         if following is not None and self.embedding_gate is None and self.scale is None:
             return self.mlp_residual.pass_on(x, result, following)
         x = self.mlp_residual.leave(x, result)
@@ -331,10 +338,25 @@ def _mlp(spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int
     return Experts(spec, experts, weights, parallel, index)
 
 
+def _factors(spec: ModelSpec, index: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Factors of the residual and of what the block gives, for the first block of a layer and for its MLP.
+
+    The MLP multiplies what it gives by itself, as layers do of which attention and a state are beside each other.
+    """
+    factors = spec.multipliers or MultiplierSpec()
+    of_mlp = factors.mlp_residual, 1.0
+    if spec.is_state_beside:
+        return (1.0, 1.0), of_mlp
+    if index in spec.state_layers:
+        return (factors.state_residual, factors.state_out), of_mlp
+    return (factors.attention_residual, factors.attention_out), of_mlp
+
+
 class ResidualBlock:
     """The norms around one block, and its way back into the residual.
 
-    `sum_dtype` is the precision of the residual, where that is not the weights'.
+    `sum_dtype` is the precision of the residual, where that is not the weights'; `factors` multiply the residual and
+    what the block gives.
     """
 
     def __init__(
@@ -345,6 +367,7 @@ class ResidualBlock:
         after: str,
         index: int,
         sum_dtype: torch.dtype | None = None,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         def norm(template: str) -> NormLayer:
             name = weights.named(template, i=index)
@@ -352,15 +375,21 @@ class ResidualBlock:
 
         self.elementwise: ElementwiseOps = TorchElementwiseOps()
         placement = spec.placement(index)
-        has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
-        self.before = norm(before) if has_before else None
-        self.after = norm(after) if placement is not NormPlacement.PRE else None
+        self.before = norm(before) if placement in NORMS_BEFORE and before else None
+        self.after = norm(after) if placement in NORMS_BEHIND else None
         self.is_last = placement is NormPlacement.AFTER  # the norm comes after the sum
-        self.scale = spec.residual_scale
+        self.is_within = placement is NormPlacement.WITHIN
+        self.residual_factor, factor = factors
+        self.scale = spec.residual_scale * factor
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """What the block reads."""
         return x if self.before is None else self.elementwise.norm(self.before, x)
+
+    def base(self, x: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
+        """What the block's result is added to, of the residual and what of it entered the block."""
+        kept = entering if self.is_within else x
+        return kept if self.residual_factor == 1.0 else kept * self.residual_factor
 
     def leave(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """The residual `x` with the block's `result`."""

@@ -10,6 +10,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention, LatentAttention, Rotations
 from funitel.model_server.layers.elementwise import ElementwiseOps
 from funitel.model_server.layers.states.delta_net import DeltaNet
+from funitel.model_server.layers.states.lightning import Lightning
 from funitel.model_server.layers.states.mamba import Mamba
 from funitel.model_server.layers.states.mamba2 import Mamba2
 from funitel.model_server.layers.states.short_conv import ShortConv
@@ -22,13 +23,15 @@ class StateLayer:
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
         self.index = index
-        self.mixer: DeltaNet | Mamba2 | Mamba | ShortConv
+        self.mixer: DeltaNet | Mamba2 | Mamba | Lightning | ShortConv
         if spec.delta_net is not None:
             self.mixer = DeltaNet(spec, spec.delta_net, weights, parallel, index)
         elif spec.mamba2 is not None:
             self.mixer = Mamba2(spec, spec.mamba2, weights, parallel, index)
         elif spec.mamba is not None:
             self.mixer = Mamba(spec, spec.mamba, weights, parallel, index)
+        elif spec.lightning is not None:
+            self.mixer = Lightning(spec, spec.lightning, weights, parallel, index)
         else:
             assert spec.short_conv is not None
             self.mixer = ShortConv(spec, spec.short_conv, weights, parallel, index)

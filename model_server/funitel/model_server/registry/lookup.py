@@ -103,6 +103,8 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "PhimoeForCausalLM": _sizes(32064, 4096, 6400, 32, 32, 131072, 8) | _experts(16),
     "HunYuanDenseV1ForCausalLM": _sizes(290943, 4096, 11008, 32, 32, 2048),
     "HunYuanMoEV1ForCausalLM": _sizes(290943, 4096, 11008, 32, 32, 2048),
+    "MiniMaxForCausalLM": _sizes(32000, 4096, 14336, 32, 32, 131072, 8)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "MiniMaxM2ForCausalLM": _sizes(200064, 3072, 1536, 62, 48, 196608, 8) | {"head_dim": 128} | _experts(256, 8),
     "Glm4MoeLiteForCausalLM": _sizes(154880, 2048, 10240, 47, 20, 202752, 20)
     | _experts(64, 4, 1536)

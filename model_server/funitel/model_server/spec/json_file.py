@@ -17,6 +17,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from funitel.model_server.spec.layer_problems import problems_of_layers
 from funitel.model_server.spec.model_spec import (
+    NORMS_BEFORE,
+    NORMS_BEHIND,
     ROTARY_KINDS,
     Activation,
     ExpertScore,
@@ -176,6 +178,10 @@ def _layer_problems(spec: ModelSpec) -> Iterator[str]:
 def _norm_problems(spec: ModelSpec) -> Iterator[str]:
     if spec.is_parallel and spec.norm_placement is not NormPlacement.PRE:
         yield f"is_parallel needs norm_placement pre, given {spec.norm_placement}"
+    if spec.norm_placement is NormPlacement.WITHIN:
+        for name in ("mlp_layers", "laurel_rank", "altup", "state_norm_placement"):
+            if getattr(spec, name):
+                yield f"norm_placement within needs {name} empty"
     if spec.qk_norm is not QkNorm.NONE and spec.norm is Norm.NONE:
         yield f"qk_norm {spec.qk_norm} needs norm rms or layer, given {spec.norm}"
     if spec.qk_norm is QkNorm.WHOLE and spec.norm is not Norm.RMS:
@@ -273,10 +279,10 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
     needed |= {"activation"} if spec.activation is Activation.XIELU else set()
     if names.is_gate_in_q and not spec.has_output_gate:
         yield "names.is_gate_in_q needs has_output_gate true"
-    if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
+    if spec.norm is not Norm.NONE and placement in NORMS_BEFORE:
         is_beside = spec.experts is not None and spec.experts.is_beside_mlp
         needed |= {"attention_norm"} | (set() if spec.is_parallel or is_beside else {"mlp_norm"})
-    if spec.norm is not Norm.NONE and placement is not NormPlacement.PRE:
+    if spec.norm is not Norm.NONE and placement in NORMS_BEHIND:
         needed |= {"attention_post_norm", "mlp_post_norm"}
     if spec.table_size != spec.hidden_size:
         needed |= {"embedding_in", "embedding_out"}

@@ -20,13 +20,16 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiplierSpec:
-    """What hidden states in every layer are multiplied by. Source: Falcon-H1 in transformers."""
+    """What hidden states in every layer are multiplied by. Source: Falcon-H1 and MiniMax-01 in transformers."""
 
     attention_in: float = 1.0  # what attention reads
     attention_out: float = 1.0  # what it gives
     state_in: float = 1.0  # the same of layers with a state
     state_out: float = 1.0
     state_parts: tuple[float, ...] = ()  # Mamba 2's gates, values, B, C and steps; empty: 1 each
+    attention_residual: float = 1.0  # the residual that what attention gives is added to
+    state_residual: float = 1.0  # the same of layers with a state
+    mlp_residual: float = 1.0  # and of MLPs
     mlp_gate: float = 1.0  # gates of the MLP, before their activation
     mlp_out: float = 1.0
 

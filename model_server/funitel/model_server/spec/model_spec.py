@@ -9,7 +9,15 @@ from enum import StrEnum
 from typing import Protocol
 
 from funitel.model_server.spec.layer_spec import AltUpSpec, LayerEmbeddingSpec, LayerSpec, MultiplierSpec
-from funitel.model_server.spec.state_layers import DeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateSpec
+from funitel.model_server.spec.state_layers import (
+    STATE_KINDS,
+    DeltaNetSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+    StateSpec,
+)
 from funitel.model_server.spec.tensor_names import TensorNames
 
 
@@ -28,6 +36,13 @@ class NormPlacement(StrEnum):
     POST = "post"  # x + norm(f(x))
     BOTH = "both"  # x + post_norm(f(norm(x)))
     AFTER = "after"  # norm(x + f(x))
+    WITHIN = "within"  # n + f(n), where n = norm(x)
+
+
+NORMS_BEFORE = (NormPlacement.PRE, NormPlacement.BOTH, NormPlacement.WITHIN)
+"""Placements with a norm before a block."""
+NORMS_BEHIND = (NormPlacement.POST, NormPlacement.BOTH, NormPlacement.AFTER)
+"""Placements with a norm of what a block gives, or of its sum with the residual."""
 
 
 class QkNorm(StrEnum):
@@ -254,6 +269,7 @@ class ModelSpec:
     delta_net: DeltaNetSpec | None = None
     mamba2: Mamba2Spec | None = None
     mamba: MambaSpec | None = None
+    lightning: LightningSpec | None = None
     short_conv: ShortConvSpec | None = None
     state_layers: tuple[int, ...] = ()  # layers that keep a state instead of attending, of the one kind given above
     is_state_beside: bool = False  # these layers attend as well, and what both give is added up
@@ -300,7 +316,11 @@ class ModelSpec:
     @property
     def state(self) -> StateSpec | None:
         """What layers with a state are, or None where there are none."""
-        return self.delta_net or self.mamba2 or self.mamba or self.short_conv if self.state_layers else None
+        return (
+            next((getattr(self, kind) for kind in STATE_KINDS if getattr(self, kind)), None)
+            if self.state_layers
+            else None
+        )
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import (
     STATE_KINDS,
     DeltaNetSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     ShortConvSpec,
@@ -62,9 +63,17 @@ def _layer_problems(spec: ModelSpec) -> Iterator[str]:
 
 def multiplier_problems(spec: ModelSpec, factors: MultiplierSpec) -> Iterator[str]:
     """Multipliers of what the model does not have."""
-    for name in ("attention_in", "attention_out", "state_in", "state_out"):
+    for name in ("attention_in", "state_in"):
         if getattr(factors, name) != 1.0 and not spec.is_state_beside:
             yield f"multipliers.{name} needs is_state_beside true, given {getattr(factors, name)}"
+    has_two_blocks = spec.has_mlp and not (spec.mlp_layers or spec.is_parallel or spec.laurel_rank or spec.altup)
+    for name in ("attention_out", "state_out", "attention_residual", "state_residual", "mlp_residual"):
+        is_alone = name.endswith("out") and spec.is_state_beside
+        if getattr(factors, name) != 1.0 and not (is_alone or has_two_blocks):
+            yield f"multipliers.{name} needs layers of a first block and an MLP behind it"
+    for name in ("attention_residual", "state_residual"):
+        if getattr(factors, name) != 1.0 and spec.is_state_beside:
+            yield f"multipliers.{name} needs is_state_beside false, given {getattr(factors, name)}"
     for name in ("mlp_gate", "mlp_out"):
         if getattr(factors, name) != 1.0 and not spec.is_gated:
             yield f"multipliers.{name} needs is_gated true, given {getattr(factors, name)}"
@@ -89,6 +98,9 @@ def _size_problems(spec: ModelSpec, state: StateSpec) -> Iterator[str]:
             sizes["rank"] = state.rank, MAX_DIM
         if state.beta_scale <= 0:
             yield f"beta_scale must be > 0, given {state.beta_scale}"
+    elif isinstance(state, LightningSpec):
+        heads, groups = "num_heads", "num_groups"
+        sizes = {"head_dim": (state.head_dim, MAX_DIM)}
     elif isinstance(state, MambaSpec):
         heads, groups = "channels", "num_groups"
         sizes = {"state_dim": (state.state_dim, MAX_DIM), "step_rank": (state.step_rank, MAX_DIM)}
@@ -116,7 +128,7 @@ def _byte_problems(spec: ModelSpec, kind: str, state: StateSpec) -> Iterator[str
 
 def _name_problems(spec: ModelSpec) -> Iterator[str]:
     names = spec.names
-    needed = {"state_conv", "state_out"}
+    needed = {"state_out"} | ({"state_conv"} if spec.lightning is None else {"state_in", "state_gate", "state_norm"})
     if spec.mamba2 is not None:
         needed |= {"state_in", "state_decay", "state_step_bias", "state_skip"}
         needed |= {"state_norm"} if spec.mamba2.has_norm else set()

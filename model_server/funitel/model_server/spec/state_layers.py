@@ -140,6 +140,38 @@ class MambaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LightningSpec:
+    """Lightning attention: a head's matrix S becomes a * S + k v^T, and gives S^T q, with a fixed decay a of the head.
+
+    In layer i of n, -log a of head h of H is 2 ** (-8 * (h + 1) / H) * (1 - i / (n - 1 + e) + e), where e is 1e-5.
+    Queries, keys and values pass the activation. Source: MiniMax-01, arXiv 2501.08313, and its code in transformers.
+    """
+
+    num_heads: int
+    head_dim: int  # elements of a head's queries, keys and values
+    norm_eps: float = 1e-6  # of the norm of all heads together
+
+    @property
+    def conv_width(self) -> int:
+        """See StateSpec; there is no convolution."""
+        return 1
+
+    @property
+    def num_groups(self) -> int:
+        """See StateSpec."""
+        return self.num_heads
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See StateSpec."""
+        return self.head_dim, self.head_dim
+
+    def num_channels(self, num_heads: int, num_groups: int) -> int:
+        """See StateSpec."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
     """A convolution over the last few tokens, gated before and behind it. Source: LFM2, its code in transformers."""
 
@@ -167,5 +199,5 @@ class ShortConvSpec:
         return num_heads
 
 
-STATE_KINDS = ("delta_net", "mamba2", "mamba", "short_conv")
+STATE_KINDS = ("delta_net", "mamba2", "mamba", "lightning", "short_conv")
 """Fields of a ModelSpec, of which one says what layers with a state are."""

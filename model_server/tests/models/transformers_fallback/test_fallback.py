@@ -321,6 +321,27 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load(settings(folder), folder)
 
 
+def with_surplus(folder: Path, *names: str) -> Path:
+    """The checkpoint with tensors of these names besides."""
+    tensors = load_file(folder / "model.safetensors") | {name: torch.ones(4) for name in names}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_surplus_tensor_is_refused_in_one_line(tmp_path: Path) -> None:
+    names = ("model.layers.0.mlp.spare.weight", "model.layers.9.mlp.up_proj.weight")
+    folder = with_surplus(save(UNLISTED["arcee"], tmp_path), *names)
+    with pytest.raises(WeightsError, match="holds 2 tensors the model does not know: model.layers.0") as raised:
+        load(settings(folder), folder)
+    assert "\n" not in raised.value.message
+
+
+def test_tensors_that_the_class_says_are_of_no_use_are_none_too_many(tmp_path: Path) -> None:
+    names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.k_scale")
+    folder = with_surplus(save(UNLISTED["arcee"], tmp_path), *names)
+    load(settings(folder), folder)
+
+
 _CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 

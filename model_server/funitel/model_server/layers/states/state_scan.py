@@ -39,6 +39,14 @@ class NoRecurrence:
     step = scan
 
 
+class NoConvolution:
+    """What enters is what is scanned, in float32. See Convolution."""
+
+    def __call__(self, x: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Convolution; there is no past."""
+        return x.float(), past
+
+
 class Convolution:
     """A causal convolution of each channel over the last tokens, in float32, and SiLU behind it if `is_activated`.
 
@@ -82,7 +90,7 @@ class Convolution:
 class StateScan:
     """A convolution, then a recurrence."""
 
-    def __init__(self, convolution: Convolution, recurrence: Recurrence) -> None:
+    def __init__(self, convolution: Convolution | NoConvolution, recurrence: Recurrence) -> None:
         self.convolution = convolution
         self.recurrence = recurrence
 

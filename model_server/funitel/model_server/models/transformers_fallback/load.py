@@ -1,7 +1,8 @@
 """A checkpoint folder as a model of transformers: its weights, all of them, and whether steps compute right."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from funitel.model_server.checkpoint.storage import open_file
+from funitel.model_server.checkpoint.weights import KV_SCALE
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
@@ -124,12 +126,37 @@ def load_model(
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise WeightsError(f"the checkpoint lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}")
-    if info["unexpected_keys"]:
-        surplus = sorted(info["unexpected_keys"])
-        logger.warning("%d tensors of the checkpoint are not used: %s", len(surplus), ", ".join(surplus[:3]))
+    _check_surplus(folder, config, info["unexpected_keys"])
     if split is not None:
         split.regroup(model)
     return model.eval().requires_grad_(False).to(device)
+
+
+def _check_surplus(folder: Path, config: Any, unexpected: Iterable[str]) -> None:
+    """Raise WeightsError for tensors that have no place in the model.
+
+    Those that its class says are of no use are not among them. A checkpoint of a model for images too holds more than
+    the text, and some have layers that predict tokens beyond the next; quantised ones may hold scales of the cache,
+    and biases of zeros.
+    """
+    text = config.get_text_config(decoder=True)
+    num_layers = getattr(text, "num_hidden_layers", 0)
+    further = range(num_layers, num_layers + (getattr(text, "num_nextn_predict_layers", None) or 0))
+    unread = re.compile("|".join([KV_SCALE.pattern, *(rf"(^|\.)layers\.{i}\." for i in further)]))
+    surplus = sorted(name for name in unexpected if not unread.search(name))
+    if is_quantized(folder):
+        surplus = [name for name in surplus if not (name.endswith(".bias") and _is_zero(folder, name))]
+    if not surplus:
+        return
+    some = ", ".join(surplus[:3])
+    if text is config:
+        raise WeightsError(f"the checkpoint holds {len(surplus)} tensors the model does not know: {some}")
+    logger.warning("%d tensors of the checkpoint are not used, for text alone is served: %s", len(surplus), some)
+
+
+def _is_zero(folder: Path, name: str) -> bool:
+    files = (open_file(path) for path in weight_files(folder))
+    return not any(file.get_tensor(name).any() for file, names in files if name in names)
 
 
 def _load_quantized(

@@ -4,8 +4,21 @@ from typing import Any
 
 from funitel.model_server.registry.rules.common import ATTENTION_BIAS, ATTENTION_BIASES, TIED, biases
 from funitel.model_server.registry.rules.experts import CORRECTED, OTHER_CORRECTION, dense_by_kind, experts
-from funitel.model_server.registry.rules.row import NUM_LAYERS, ArchitectureRow, Config, first, rotary, row, windows
+from funitel.model_server.registry.rules.row import (
+    NUM_HEADS,
+    NUM_LAYERS,
+    ArchitectureRow,
+    Config,
+    first,
+    head_dim,
+    rotary,
+    row,
+    windows,
+)
+from funitel.model_server.registry.rules.states import mixer, states
+from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, NormPlacement, QkNorm
+from funitel.model_server.spec.state_layers import LightningSpec
 
 _ERNIE: dict[str, Any] = {
     **TIED,
@@ -30,6 +43,27 @@ def _ernie_dense_layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in range(NUM_LAYERS(config)) if (i + 1) % step or not start <= i <= end)
 
 
+def _minimax_layers(config: Config) -> tuple[int, ...]:
+    """Layers with lightning attention: those listed, else each second."""
+    every = range(NUM_LAYERS(config))
+    kinds = config.get("layer_types") or ["linear_attention" if i % 2 else "full_attention" for i in every]
+    return tuple(i for i in every if kinds[i] == "linear_attention")
+
+
+def _minimax_multipliers(config: Config) -> MultiplierSpec:
+    def factor(name: str) -> float:
+        return float(config.get(f"{name}_factor", 1.0))
+
+    return MultiplierSpec(
+        attention_residual=factor("full_attn_alpha"),
+        attention_out=factor("full_attn_beta"),
+        state_residual=factor("linear_attn_alpha"),
+        state_out=factor("linear_attn_beta"),
+        mlp_residual=factor("mlp_alpha"),
+        mlp_out=factor("mlp_beta"),
+    )
+
+
 ROWS: dict[str, ArchitectureRow] = {
     "Ernie4_5ForCausalLM": row(**_ERNIE),
     "Ernie4_5_MoeForCausalLM": row(
@@ -48,6 +82,28 @@ ROWS: dict[str, ArchitectureRow] = {
             "|layers.{i}.mlp.gate.moe_statics.e_score_correction[0].bias",
             "ignored": (r"rotary_emb\.inv_freq$", r"(^|\.)mtp_"),
         },
+    ),
+    "MiniMaxForCausalLM": row(
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        norm_placement=NormPlacement.WITHIN,
+        rotary=rotary(base=1e6),
+        multipliers=_minimax_multipliers,
+        **states(_minimax_layers, lightning=lambda c: LightningSpec(num_heads=NUM_HEADS(c), head_dim=head_dim(c))),
+        experts=experts(
+            intermediate_size=first("intermediate_size"), is_normalized=True, scale=1.0, shared_size=0, dense_layers=()
+        ),
+        names={
+            "router": "layers.{i}.block_sparse_moe.gate|layers.{i}.mlp.gate",
+            "expert_gate": "layers.{i}.block_sparse_moe.experts.{j}.w1",
+            "expert_up": "layers.{i}.block_sparse_moe.experts.{j}.w3",
+            "expert_down": "layers.{i}.block_sparse_moe.experts.{j}.w2|layers.{i}.mlp.experts.down_proj[{j}]",
+            **mixer("layers.{i}.self_attn", **{"in": "qkv_proj"}, gate="output_gate", norm="norm", out="out_proj"),
+            "ignored": (
+                r"rotary_emb\.inv_freq$",
+                r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
+            ),
+        },
+        fixed={"sliding_window": None},
     ),
     "MiniMaxM2ForCausalLM": row(
         head_dim=first("head_dim", default=128),
