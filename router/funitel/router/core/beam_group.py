@@ -40,7 +40,7 @@ class BeamGroup:
 
     def restart(self) -> list[int]:
         """Begin again with the prompt; returns the slots it had."""
-        slots = [*self.slots, *self.spare_slots]
+        slots = list({*self.slots, *self.spare_slots})  # those of beams that do not go on are in both
         self.search = BeamSearch(self.params)
         self.tables, self.slots, self.spare_slots, self.rows, self.opening = [], [], [], (), None
         return slots

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from funitel.proto.detokenizer import Codec
 from funitel.proto.step import SamplingParams
 from funitel.router.core.beam_search import BeamParams
 from funitel.router.core.request import Limits, Request
 from funitel.router.serving.sampling_request import GREEDY, BeamRequest, BrokenRule, SamplingRequest
 from funitel.router.settings import RouterSettings
-from funitel.router.text.tokenizer import TokenCodec
 
 MAX_LENGTH_PENALTY = 100.0  # either way: beyond it, and with long texts, scores are no numbers
 
@@ -76,7 +76,7 @@ def without_sampling(sampling: SamplingRequest) -> SamplingRequest:
     return replace(sampling, do_sample=False, best_of=None, seed=None, **GREEDY)
 
 
-def with_beams(request: Request, asked: BeamRequest, limits: Limits, codec: TokenCodec) -> Request:
+def with_beams(request: Request, asked: BeamRequest, limits: Limits, codec: Codec) -> Request:
     """The request with its beam search; raises BrokenRule where its beams can never fit."""
     num_prompt, max_new_tokens = len(request.input_ids), request.stopping.max_new_tokens
     needed = needed_blocks(num_prompt, max_new_tokens, asked.width, limits.block_size) * limits.block_size

@@ -105,7 +105,7 @@ class RouterSettings:
         "Maximum of prompt tokens in the waiting queue; more are answered with 429. Unbounded when not given.",
         bounds=POSITIVE,
     )
-    max_best_of: int = setting(2, "Maximum of `best_of`.", bounds=POSITIVE)
+    max_best_of: int = setting(2, "Maximum of `best_of`, and of the beams of a search.", bounds=POSITIVE)
     max_stop_sequences: int = setting(4, "Maximum of stop sequences in a request.", bounds=NOT_NEGATIVE)
     max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens`.", bounds=NOT_NEGATIVE)
     max_logprobs: int = setting(

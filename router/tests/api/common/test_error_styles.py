@@ -66,7 +66,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 129}, "n", "integer_above_max_value"),
     ({"stop": list("abcde")}, "stop", "array_above_max_length"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
-    ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+    ({"num_beams": 2}, "num_beams", "unsupported_parameter"),
     ({"max_tokens": 1000}, "max_tokens", "context_length_exceeded"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
 ]

@@ -185,7 +185,7 @@ async def test_b6_names_of_unknown_fields_forge_no_line(
     assert "\x1b" not in warnings(caplog)[0]
 
 
-NEEDS = {"modalities": ["text", "audio"], "web_search_options": {}, "length_penalty": 1.2, "thinking_token_budget": 5}
+NEEDS = {"modalities": ["text", "audio"], "web_search_options": {}, "thinking_token_budget": 5}
 
 
 def value_of(refusal: Unsupported, name: str) -> Any:
