@@ -57,6 +57,12 @@ def test_a_shard_gets_its_rank_and_the_shared_settings() -> None:
     assert told.exit_with_parent == os.getpid()
 
 
+def test_shards_leave_memory_for_adapters_where_some_can_be_loaded() -> None:
+    assert shard(resolved(max_loras=3)).reserved_loras == 0
+    assert shard(resolved(max_loras=3, lora_folder="/adapters")).reserved_loras == 3
+    assert shard(resolved(max_loras=3, lora_adapters=AdapterList("sql=/a"))).reserved_loras == 3
+
+
 @pytest.mark.parametrize("is_on", [True, False])
 def test_switches_arrive_as_they_are(is_on: bool) -> None:
     told = shard(resolved(prefill_chunking=is_on, enable_prefill_logprobs=is_on))

@@ -53,6 +53,7 @@ class Commands:
             rank=rank,
             world_size=settings.num_shard,
             uds_path=settings.shard_uds_path,
+            reserved_loras=settings.max_loras if settings.lora_adapters or settings.lora_folder else 0,
             logger_level=settings.log_level,
             exit_with_parent=os.getpid(),
         )
