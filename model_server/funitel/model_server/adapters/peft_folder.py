@@ -24,13 +24,14 @@ _SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?|\.base_layer)?
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The matrices of a module: its weight grows by `b @ a`, in float32; the scale is in `b`.
+    """The matrices of a module: its weight grows by `scale * b @ a`. They have the precision of the file.
 
     Of an embedding `a` is [rank, vocab_size] and `b` [hidden_size, rank].
     """
 
     a: torch.Tensor  # [rank, inputs]
     b: torch.Tensor  # [outputs, rank]
+    scale: float
 
     @property
     def rank(self) -> int:
@@ -44,6 +45,14 @@ class AdapterTensors:
 
     low_ranks: Mapping[str, LowRank]
     saved: Mapping[str, torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that all tensors have; float32 where they differ."""
+        tensors = [each for pair in self.low_ranks.values() for each in (pair.a, pair.b)]
+        found = {tensor.dtype for tensor in (*tensors, *self.saved.values())}
+        only = found.pop() if len(found) == 1 else torch.float32
+        return only if only in (torch.float16, torch.bfloat16) else torch.float32
 
     @property
     def max_rank(self) -> int:
@@ -159,7 +168,9 @@ def _sort(
     kept = modules.setdefault(module, {})
     if part in kept:
         raise InvalidRequest(f"tensors {kept[part][0]} and {name} are the same part of {module}")
-    tensor = read().float()
+    tensor = read()
+    if not tensor.is_floating_point():
+        raise InvalidRequest(f"tensor {name} has numbers of {tensor.dtype}, not of floating point")
     if not torch.isfinite(tensor).all():
         raise InvalidRequest(f"tensor {name} holds values that are not finite numbers")
     kept[part] = name, tensor
@@ -182,4 +193,4 @@ def _low_rank(module: str, parts: _Found, config: LoraConfig) -> LowRank:
     for half, other in ("AB", "BA"):
         if half not in parts:
             raise InvalidRequest(f"tensor {parts[other][0]} has no lora_{half} beside it")
-    return LowRank(parts["A"][1], parts["B"][1] * config.scale_of(module))
+    return LowRank(parts["A"][1], parts["B"][1], config.scale_of(module))
