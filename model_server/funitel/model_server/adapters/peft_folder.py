@@ -18,6 +18,7 @@ _PICKLE = "adapter_model.bin"
 _ROOT = "base_model.model."  # of PEFT's wrapper, before every name
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
 _EMBEDDING_HALF = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<half>[AB])(\.[^.]+)?")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OF_EXPERTS = re.compile(r"\.(experts|router|block_sparse_moe)\b|\.mlp\.gate$")
 _SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?|\.base_layer)?\.weight")
 
@@ -169,8 +170,8 @@ def _sort(
     if part in kept:
         raise InvalidRequest(f"tensors {kept[part][0]} and {name} are the same part of {module}")
     tensor = read()
-    if not tensor.is_floating_point():
-        raise InvalidRequest(f"tensor {name} has numbers of {tensor.dtype}, not of floating point")
+    if tensor.dtype not in _DTYPES:
+        raise InvalidRequest(f"tensor {name} has numbers of {tensor.dtype}, expected one of {_DTYPES}")
     if not torch.isfinite(tensor).all():
         raise InvalidRequest(f"tensor {name} holds values that are not finite numbers")
     kept[part] = name, tensor
