@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing.adapter_worker import AdaptedModel, serve_adapters
@@ -16,6 +17,7 @@ from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_adapters import EIGHT, TinyAdapter, merge, save_adapter, write_adapter
+from funitel_testing.zoo import ZOO
 
 ALONE = TensorParallel()
 TOLERANCE = 1e-4  # of float32
@@ -174,3 +176,30 @@ def test_files_of_half_precision_are_kept_so(dtype: torch.dtype, llama: Case, tm
     sizes = [adapter.weights.num_bytes for adapter in adapters if adapter is not None]
     wide_size = model.registry.load("wide", str(tmp_path / "wide0"), lambda _: False).weights.num_bytes
     assert 2 * sizes[0] == wide_size
+
+
+ZOO_TARGETS = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "deepseek_v2_lite": ("q_proj", "o_proj"),
+    "mixtral": ("q_proj", "v_proj", "o_proj"),
+    "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "k_proj", "o_proj", "up_proj"),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "w1", "w2"),
+}
+
+
+@pytest.mark.parametrize("family", ZOO_TARGETS)
+def test_families_with_matrices_of_their_own(family: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    ZOO[family].save(base)
+    made = TinyAdapter(rank=5, targets=ZOO_TARGETS[family], scale=0.1)
+    adapter = save_adapter(base, tmp_path / "adapter", made)
+    prompts = make_prompts(2)
+    [expected] = run(merge(base, adapter, made, tmp_path / "merged"), ALONE, prompts[:1], NUM_DECODE)
+    [plain] = run(base, ALONE, prompts[1:], NUM_DECODE)
+    models = [AdaptedModel.torch_step(base, ALONE)]
+    if missing(models[0].spec) is None:
+        models.append(AdaptedModel.fused_step(base, ALONE))
+    for model in models:
+        assert_close(model.logits(prompts, model.load([adapter, None])), [expected, plain])
+        assert float((model.logits(prompts)[0] - expected).norm() / expected.norm()) > 1e-2
