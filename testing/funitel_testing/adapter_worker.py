@@ -19,6 +19,7 @@ from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.models.adapters import take_adapters
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import choose_spec
@@ -76,7 +77,11 @@ class AdaptedModel:
         """A pool of this rank's heads."""
         spec, parallel = self.spec, self.parallel
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-        return KVCache(spec, heads, num_blocks, BLOCK_SIZE, self.dtype, CPU)
+        cache = KVCache(spec, heads, num_blocks, BLOCK_SIZE, self.dtype, CPU)
+        layout = StateLayout.of(spec, parallel.size, parallel.rank)
+        if layout is not None:
+            cache.state_pool = StatePool(layout, 40, CPU)
+        return cache
 
     def logits(
         self,

@@ -107,6 +107,10 @@ CASES: dict[str, tuple[Change, str]] = {
         ),
         "model.embed_tokens is an embedding",
     ),
+    "no floating point": (
+        lambda c, t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int8)}),
+        "has numbers of torch.int8",
+    ),
     "no tensors": (lambda c, t: t.clear(), "holds no tensor"),
 }  # fmt: skip
 

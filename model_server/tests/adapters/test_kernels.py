@@ -36,12 +36,12 @@ def test_kernels_give_what_torch_gives(seed: int, dtype: torch.dtype) -> None:
     groups = []
     for i, rows in enumerate(order[num_rows // 5 :].chunk(owners)):  # the first fifth has no adapter
         low_ranks = {
-            f"m{j}": LowRank(drawn(rank, num_inputs), drawn(size + 5, rank))
+            f"m{j}": LowRank(drawn(rank, num_inputs), drawn(size + 5, rank), 0.5)
             for j, size in enumerate(outputs)
             if (rank := chosen.choice((0, 1, 8, 16, 40)))
         }
         if not low_ranks:
-            low_ranks = {"other": LowRank(drawn(2, 3), drawn(7, 2))}
+            low_ranks = {"other": LowRank(drawn(2, 3), drawn(7, 2), 1.0)}
         weights = place(sites, AdapterTensors(low_ranks, {}), dtype, DEVICE)
         groups.append(AdapterGroup(Adapter(str(i), "", 40, weights), rows, rows))
     x, y = drawn(num_rows, num_inputs).to(dtype), drawn(num_rows, sum(outputs)).to(dtype)
@@ -62,7 +62,9 @@ def test_a_row_has_the_same_bits_alone_and_in_company() -> None:
         return torch.randn(shape, generator=generator).to(DEVICE, torch.float64)
 
     site = Site((("m", 70, (0, 70)),), 100)
-    weights = place([site], AdapterTensors({"m": LowRank(drawn(12, 100), drawn(70, 12))}, {}), torch.float64, DEVICE)
+    weights = place(
+        [site], AdapterTensors({"m": LowRank(drawn(12, 100), drawn(70, 12), 2.0)}, {}), torch.float64, DEVICE
+    )
     adapter = Adapter("a", "", 12, weights)
     x, y = drawn(37, 100), drawn(37, 70)
     results = []

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing.adapter_worker import AdaptedModel, serve_adapters
@@ -14,7 +16,8 @@ from funitel_testing.forward_worker import run
 from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny import save_tiny
-from funitel_testing.tiny_adapters import EIGHT, TinyAdapter, merge, save_adapter
+from funitel_testing.tiny_adapters import EIGHT, TinyAdapter, merge, save_adapter, write_adapter
+from funitel_testing.zoo import ZOO
 
 ALONE = TensorParallel()
 TOLERANCE = 1e-4  # of float32
@@ -152,3 +155,51 @@ def test_packed_and_transposed_projections(tmp_path: Path) -> None:
     case = make_case(tmp_path, "gpt2", FUSED_QKV, is_transposed=True)
     for model in models_of(case.base):
         assert_close(model.logits(case.prompts, model.load(case.folders)), case.expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_files_of_half_precision_are_kept_so(dtype: torch.dtype, llama: Case, tmp_path: Path) -> None:
+    folders: list[Path | None] = []
+    expected = []
+    for i, (made, prompt) in enumerate(zip(EIGHT[5:], llama.prompts, strict=False)):
+        folder = save_adapter(llama.base, tmp_path / f"a{i}", made, i)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        write_adapter(folder, made.config(), {name: tensor.to(dtype) for name, tensor in tensors.items()})
+        wide = tmp_path / f"wide{i}"
+        write_adapter(wide, made.config(), {name: tensor.to(dtype).float() for name, tensor in tensors.items()})
+        merged = merge(llama.base, wide, made, tmp_path / f"merged{i}")
+        expected.append(run(merged, ALONE, [prompt], NUM_DECODE)[0])
+        folders.append(folder)
+    for model in models_of(llama.base):
+        adapters = model.load(folders)
+        assert_close(model.logits(llama.prompts[: len(folders)], adapters), expected)
+    sizes = [adapter.weights.num_bytes for adapter in adapters if adapter is not None]
+    wide_size = model.registry.load("wide", str(tmp_path / "wide0"), lambda _: False).weights.num_bytes
+    assert 2 * sizes[0] == wide_size
+
+
+ZOO_TARGETS = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "deepseek_v2_lite": ("q_proj", "o_proj"),
+    "mixtral": ("q_proj", "v_proj", "o_proj"),
+    "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "k_proj", "o_proj", "up_proj"),
+    "lfm2": ("in_proj", "out_proj", "q_proj", "w1", "w2"),
+}
+
+
+@pytest.mark.parametrize("family", ZOO_TARGETS)
+def test_families_with_matrices_of_their_own(family: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    ZOO[family].save(base)
+    made = TinyAdapter(rank=5, targets=ZOO_TARGETS[family], scale=0.1)
+    adapter = save_adapter(base, tmp_path / "adapter", made)
+    prompts = make_prompts(2)
+    [expected] = run(merge(base, adapter, made, tmp_path / "merged"), ALONE, prompts[:1], NUM_DECODE)
+    [plain] = run(base, ALONE, prompts[1:], NUM_DECODE)
+    models = [AdaptedModel.torch_step(base, ALONE)]
+    if missing(models[0].spec) is None:
+        models.append(AdaptedModel.fused_step(base, ALONE))
+    for model in models:
+        assert_close(model.logits(prompts, model.load([adapter, None])), [expected, plain])
+        assert float((model.logits(prompts)[0] - expected).norm() / expected.norm()) > 1e-2

@@ -229,7 +229,7 @@ def test_clear(executor: Executor) -> None:
     ("fields", "message"),
     [
         ({"logit_bias": ((288, 1.0),)}, "logit_bias needs token ids within 0..287, given 288"),
-        ({"adapter_id": "x"}, "adapter_id is not supported"),
+        ({"adapter_id": "x"}, "adapter_id x is not loaded"),
         ({"temperature": -1.0}, "temperature must be > 0 and finite, given -1.0"),
         ({"temperature": math.nan}, "temperature must be > 0 and finite, given nan"),
         ({"blocks": (1, 2, 3, 4, 1)}, "request 1 has a block twice"),

@@ -18,19 +18,21 @@ _PICKLE = "adapter_model.bin"
 _ROOT = "base_model.model."  # of PEFT's wrapper, before every name
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
 _EMBEDDING_HALF = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<half>[AB])(\.[^.]+)?")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OF_EXPERTS = re.compile(r"\.(experts|router|block_sparse_moe)\b|\.mlp\.gate$")
 _SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?|\.base_layer)?\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The matrices of a module: its weight grows by `b @ a`, in float32; the scale is in `b`.
+    """The matrices of a module: its weight grows by `scale * b @ a`. They have the precision of the file.
 
     Of an embedding `a` is [rank, vocab_size] and `b` [hidden_size, rank].
     """
 
     a: torch.Tensor  # [rank, inputs]
     b: torch.Tensor  # [outputs, rank]
+    scale: float
 
     @property
     def rank(self) -> int:
@@ -44,6 +46,14 @@ class AdapterTensors:
 
     low_ranks: Mapping[str, LowRank]
     saved: Mapping[str, torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that all tensors have; float32 where they differ."""
+        tensors = [each for pair in self.low_ranks.values() for each in (pair.a, pair.b)]
+        found = {tensor.dtype for tensor in (*tensors, *self.saved.values())}
+        only = found.pop() if len(found) == 1 else torch.float32
+        return only if only in (torch.float16, torch.bfloat16) else torch.float32
 
     @property
     def max_rank(self) -> int:
@@ -159,7 +169,9 @@ def _sort(
     kept = modules.setdefault(module, {})
     if part in kept:
         raise InvalidRequest(f"tensors {kept[part][0]} and {name} are the same part of {module}")
-    tensor = read().float()
+    tensor = read()
+    if tensor.dtype not in _DTYPES:
+        raise InvalidRequest(f"tensor {name} has numbers of {tensor.dtype}, expected one of {_DTYPES}")
     if not torch.isfinite(tensor).all():
         raise InvalidRequest(f"tensor {name} holds values that are not finite numbers")
     kept[part] = name, tensor
@@ -182,4 +194,4 @@ def _low_rank(module: str, parts: _Found, config: LoraConfig) -> LowRank:
     for half, other in ("AB", "BA"):
         if half not in parts:
             raise InvalidRequest(f"tensor {parts[other][0]} has no lora_{half} beside it")
-    return LowRank(parts["A"][1], parts["B"][1] * config.scale_of(module))
+    return LowRank(parts["A"][1], parts["B"][1], config.scale_of(module))

@@ -36,11 +36,12 @@ class SitePiece:
     first_output: int
     first_rank: int
     b: torch.Tensor
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class SiteTensors:
-    """What an adapter has of a site, in float32.
+    """What an adapter has of a site.
 
     Attributes:
         a: [ranks, inputs], of all modules of the site; None where there is none.
@@ -74,7 +75,7 @@ def _pieces(site: Site, low_ranks: Mapping[str, LowRank], first_ranks: dict[str,
     for name, _, (begin, end) in site.parts:
         if name in first_ranks:
             b = low_ranks[name].b[begin:end]
-            pieces.append(SitePiece(first_output, first_ranks[name], b))
+            pieces.append(SitePiece(first_output, first_ranks[name], b, low_ranks[name].scale))
         first_output += end - begin
     return tuple(pieces)
 

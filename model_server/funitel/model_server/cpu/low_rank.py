@@ -10,16 +10,22 @@ from funitel.model_server.adapters.peft_folder import AdapterTensors
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.adapters.sites import Site, SiteTensors, base_modules, max_elements, tensors_of
 from funitel.model_server.cpu.native import AdapterRecord, PieceRecord, SiteRecord, TableRecord
+from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.spec.model_spec import ModelSpec
 
+_KINDS = {
+    torch.float32: MatrixKind.FLOAT32,
+    torch.float16: MatrixKind.FLOAT16,
+    torch.bfloat16: MatrixKind.BFLOAT16,
+}
 SiteParts = Mapping[int, tuple[Site, ...]]
 
 
 class FusedAdapter:
-    """An adapter's weights in float32, and the record that the engine reads.
+    """An adapter's weights in the precision of its file, and the record that the engine reads.
 
     Args:
         sites: the parts of matrices that take adapters, by the index of the matrix.
@@ -29,6 +35,7 @@ class FusedAdapter:
 
     def __init__(self, sites: SiteParts, table: Site, adapter: AdapterTensors) -> None:
         self.num_bytes = 0
+        self._dtype = adapter.dtype
         self._kept: list[object] = []  # what the record points to
         records = (SiteRecord * (max(sites) + 1))()
         for index, parts in sites.items():
@@ -36,7 +43,8 @@ class FusedAdapter:
             if any(each is not None for each in found):
                 records[index] = self._site(found)
         self._kept.append(records)
-        record = AdapterRecord(ctypes.addressof(records), self._table(tensors_of(table, adapter)))
+        kept_table = self._table(tensors_of(table, adapter))
+        record = AdapterRecord(ctypes.addressof(records), kept_table, _KINDS[adapter.dtype])
         self._kept.append(record)
         self.address = ctypes.addressof(record)
 
@@ -54,10 +62,12 @@ class FusedAdapter:
             for piece in part.pieces:
                 count, rank = piece.b.shape
                 b = self._hold(piece.b.t())
-                pieces.append(PieceRecord(b, first + piece.first_rank, rank, number, piece.first_output, count))
+                pieces.append(
+                    PieceRecord(b, piece.scale, first + piece.first_rank, rank, number, piece.first_output, count)
+                )
         listed = (PieceRecord * len(pieces))(*pieces)
         self._kept.append(listed)
-        a = torch.cat(rows) if rows else None
+        a = torch.cat([row.to(self._dtype) for row in rows]) if rows else None
         num_ranks = 0 if a is None else a.shape[0]
         return SiteRecord(self._hold(a), ctypes.addressof(listed), self._hold(whole), num_ranks, len(pieces))
 
@@ -68,13 +78,13 @@ class FusedAdapter:
             return TableRecord(whole=self._hold(tensors.whole))
         [piece] = tensors.pieces
         a, b = self._hold(tensors.a.t()), self._hold(piece.b.t())
-        return TableRecord(a, b, self._hold(tensors.whole), piece.b.shape[1])
+        return TableRecord(a, b, self._hold(tensors.whole), piece.scale, piece.b.shape[1])
 
     def _hold(self, tensor: torch.Tensor | None) -> int | None:
         """The address of a tensor's numbers in memory of its own."""
         if tensor is None:
             return None
-        own = tensor.clone(memory_format=torch.contiguous_format)
+        own = tensor.to(self._dtype, copy=True).contiguous()
         self._kept.append(own)
         self.num_bytes += own.numel() * own.element_size()
         return own.data_ptr()

@@ -123,6 +123,7 @@ class PieceRecord(ctypes.Structure):
 
     _fields_ = [
         ("b", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("first_rank", "rank", "part", "first", "count")),
     ]
 
@@ -139,13 +140,17 @@ class SiteRecord(ctypes.Structure):
 class TableRecord(ctypes.Structure):
     """What an adapter has of the embedding."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("a", "b", "whole")), ("num_ranks", ctypes.c_int32)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "whole")),
+        ("scale", ctypes.c_float),
+        ("num_ranks", ctypes.c_int32),
+    ]
 
 
 class AdapterRecord(ctypes.Structure):
     """An adapter: its sites by the index of the matrix, and the embedding."""
 
-    _fields_ = [("sites", ctypes.c_void_p), ("table", TableRecord)]
+    _fields_ = [("sites", ctypes.c_void_p), ("table", TableRecord), ("kind", ctypes.c_int32)]
 
 
 class Batch(ctypes.Structure):

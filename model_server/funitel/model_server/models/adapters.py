@@ -13,7 +13,7 @@ from funitel.model_server.layers.attention import Attention, LatentAttention
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps, place
 from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
-from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
+from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer, StateLayer
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,9 @@ def _of_layer(layer: AnyLayer) -> Iterator[Taker]:
     elif isinstance(mixer, LatentAttention):
         yield mixer.queries.up
         yield mixer.out
+    elif isinstance(mixer, StateLayer):
+        yield mixer.mixer.inputs
+        yield mixer.mixer.out
     mlp = layer.mlp.mlp if isinstance(layer.mlp, MlpAndExperts) else layer.mlp
     if isinstance(mlp, Mlp):
         yield mlp.up

@@ -327,7 +327,7 @@ class Engine {
             table.read_row(place, scale, x);
             if (!low_rank_.is_on()) return;
             const LowRankAdapter* adapter = batch_->adapters[layout_.rows_of[row]];
-            if (adapter != nullptr) LowRank::embed(adapter->table, place, scale, shape_.hidden_size, x);
+            if (adapter != nullptr) LowRank::embed(*adapter, place, scale, shape_.hidden_size, x);
         });
     }
 

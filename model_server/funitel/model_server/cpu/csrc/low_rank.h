@@ -16,25 +16,29 @@
 
 namespace funitel {
 
+// Numbers of an adapter are as in its file: kFloat32, kFloat16 or kBFloat16.
+
 // Outputs [first, first + count) of a part of a matrix grow by `rank` of the site's ranks; `native.py` says the same of
 // this and the next three in ctypes, as records.
 struct LowRankPiece {
-    const float* b;  // [rank][count]
+    const void* b;  // [rank][count]
+    float scale;    // of the product
     int32_t first_rank, rank, part, first, count;
 };
 
 // What an adapter has of a matrix; num_ranks is 0 where it has nothing.
 struct LowRankSite {
-    const float* a;  // [num_ranks][inputs]
+    const void* a;  // [num_ranks][inputs]
     const LowRankPiece* pieces;
-    const float* whole;  // [outputs][inputs], in place of the matrix, or null
+    const void* whole;  // [outputs][inputs], in place of the matrix, or null
     int32_t num_ranks, num_pieces;
 };
 
 struct LowRankTable {
-    const float* a;      // [tokens of this rank][num_ranks]
-    const float* b;      // [num_ranks][hidden_size]
-    const float* whole;  // [tokens of this rank][hidden_size], in place of the table, or null
+    const void* a;      // [tokens of this rank][num_ranks]
+    const void* b;      // [num_ranks][hidden_size]
+    const void* whole;  // [tokens of this rank][hidden_size], in place of the table, or null
+    float scale;        // of the product
     int32_t num_ranks;
 };
 
@@ -42,6 +46,7 @@ struct LowRankTable {
 struct LowRankAdapter {
     const LowRankSite* sites;
     LowRankTable table;
+    int32_t kind;
 };
 
 class LowRank {
@@ -114,33 +119,44 @@ class LowRank {
         constexpr int each = 64;
         const int pieces = divide_up(matrix.num_outputs, each);
         for (const Group& group : groups_) {
-            const float* whole = group.adapter->sites[index].whole;
-            if (whole == nullptr) continue;
-            for_each(threads_, pieces, [&](int piece, int) {
-                int end = std::min(matrix.num_outputs, (piece + 1) * each);
-                for (int output = piece * each; output < end; output++) {
-                    for (int row : group.rows) {
-                        float value = dot(whole + size_t(output) * num_inputs_, input(row));
-                        if (added != nullptr && added[row] != nullptr) value += added[row][output];
-                        target[row * stride + output] = value;
+            if (group.adapter->sites[index].whole == nullptr) continue;
+            with_float(static_cast<Kind>(group.adapter->kind), [&](auto of) {
+                using Number = typename decltype(of)::Type;
+                const auto* whole = static_cast<const Number*>(group.adapter->sites[index].whole);
+                for_each(threads_, pieces, [&](int piece, int) {
+                    int end = std::min(matrix.num_outputs, (piece + 1) * each);
+                    for (int output = piece * each; output < end; output += kAtOnce) {
+                        int count = std::min(kAtOnce, end - output);
+                        for (int row : group.rows) {
+                            float* values = target + row * stride + output;
+                            multiply(whole + size_t(output) * num_inputs_, count, input(row), values);
+                            if (added == nullptr || added[row] == nullptr) continue;
+                            for (int i = 0; i < count; i++) values[i] += added[row][output + i];
+                        }
                     }
-                }
+                });
             });
         }
     }
 
     // The embedding of a token by an adapter's table, `place` among those of this rank; `x` has the base's, times scale.
-    static void embed(const LowRankTable& table, int place, float scale, int width, float* x) {
-        const float* a = table.a + size_t(place) * table.num_ranks;
-        for (int i = 0; i < width; i += kLanes) {
-            const int n = width - i;
-            F16 total = table.whole == nullptr ? load(x + i, n)
-                                               : mul(load(table.whole + size_t(place) * width + i, n), splat(scale));
-            for (int r = 0; r < table.num_ranks; r++) {
-                total = fma(load(table.b + size_t(r) * width + i, n), splat(a[r] * scale), total);
+    static void embed(const LowRankAdapter& adapter, int place, float scale, int width, float* x) {
+        const LowRankTable& table = adapter.table;
+        with_float(static_cast<Kind>(adapter.kind), [&](auto of) {
+            using Number = typename decltype(of)::Type;
+            const auto *whole = static_cast<const Number*>(table.whole), *b = static_cast<const Number*>(table.b);
+            const auto* a = static_cast<const Number*>(table.a) + size_t(place) * table.num_ranks;
+            for (int i = 0; i < width; i += kLanes) {
+                const int n = width - i;
+                F16 total = whole == nullptr ? load(x + i, n)
+                                             : mul(load(whole + size_t(place) * width + i, n), splat(scale));
+                for (int r = 0; r < table.num_ranks; r++) {
+                    F16 factor = splat(number_of(a[r]) * table.scale * scale);
+                    total = fma(load(b + size_t(r) * width + i, n), factor, total);
+                }
+                store(x + i, total, n);
             }
-            store(x + i, total, n);
-        }
+        });
     }
 
   private:
@@ -156,17 +172,36 @@ class LowRank {
         int first_row, first_chunk;
     };
 
-    static constexpr int kRanksEach = 4, kOutputsEach = 64, kRowsEach = 32;
+    static constexpr int kAtOnce = 4;  // sums: the next is begun before the last is done
+    static constexpr int kRanksEach = 2 * kAtOnce, kOutputsEach = 2 * kAtOnce * kLanes, kRowsEach = 32;
 
     const float* input(int row) const { return inputs_.as<float>() + size_t(row) * num_inputs_; }
 
-    float dot(const float* weights, const float* x) const {
-        F16 total = splat(0.0f);
-        for (int i = 0; i < num_inputs_; i += kLanes) {
-            const int n = num_inputs_ - i;
-            total = fma(load(weights + i, n), load(x + i, n), total);
+    // Products of up to kAtOnce rows of weights with an input. What is summed does not depend on how many there are.
+    template <class Number>
+    void multiply(const Number* weights, int count, const float* x, float* target) const {
+        if (count < kAtOnce) {
+            for (int j = 0; j < count; j++) multiply_by<1>(weights + size_t(j) * num_inputs_, x, target + j);
+        } else {
+            multiply_by<kAtOnce>(weights, x, target);
         }
-        return sum(total);
+    }
+
+    template <int kCount, class Number>
+    void multiply_by(const Number* weights, const float* x, float* target) const {
+        F16 totals[kCount];
+        for (F16& total : totals) total = splat(0.0f);
+        int i = 0;
+        for (; i + kLanes <= num_inputs_; i += kLanes) {
+            F16 value = load(x + i);
+            for (int j = 0; j < kCount; j++) {
+                totals[j] = fma(load(weights + size_t(j) * num_inputs_ + i), value, totals[j]);
+            }
+        }
+        for (int n = num_inputs_ - i, j = 0; n > 0 && j < kCount; j++) {
+            totals[j] = fma(load(weights + size_t(j) * num_inputs_ + i, n), load(x + i, n), totals[j]);
+        }
+        for (int j = 0; j < kCount; j++) target[j] = sum(totals[j]);
     }
 
     // Call `work(active, block of rows, chunk)` for the chunks that each group has, times its blocks of rows.
@@ -197,12 +232,16 @@ class LowRank {
         auto count = [](const Active& active) { return divide_up(active.site->num_ranks, kRanksEach); };
         for_chunks(count, [&](const Active& active, int first, int last, int chunk) {
             int end = std::min(active.site->num_ranks, (chunk + 1) * kRanksEach);
-            for (int i = first; i < last; i++) {
-                float* target = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
-                for (int rank = chunk * kRanksEach; rank < end; rank++) {
-                    target[rank] = dot(active.site->a + size_t(rank) * num_inputs_, input(active.group->rows[i]));
+            with_float(static_cast<Kind>(active.group->adapter->kind), [&](auto of) {
+                const auto* a = static_cast<const typename decltype(of)::Type*>(active.site->a);
+                for (int i = first; i < last; i++) {
+                    float* target = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
+                    for (int rank = chunk * kRanksEach; rank < end; rank += kAtOnce) {
+                        const auto* weights = a + size_t(rank) * num_inputs_;
+                        multiply(weights, std::min(kAtOnce, end - rank), input(active.group->rows[i]), target + rank);
+                    }
                 }
-            }
+            });
         });
     }
 
@@ -218,7 +257,11 @@ class LowRank {
                 const float* shrunk = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
                 clear(matrix, begin, end, target);
                 for (int p = 0; p < active.site->num_pieces; p++) {
-                    add_piece(matrix, active.site->pieces[p], begin, end, shrunk, target);
+                    const LowRankPiece& piece = active.site->pieces[p];
+                    with_float(static_cast<Kind>(active.group->adapter->kind), [&](auto of) {
+                        const auto* b = static_cast<const typename decltype(of)::Type*>(piece.b);
+                        add_piece(matrix, piece, b, begin, end, shrunk, target);
+                    });
                 }
             }
         });
@@ -233,18 +276,38 @@ class LowRank {
     }
 
     // Outputs of a piece within [begin, end); a panel of the target that it begins or ends in has others' too.
-    static void add_piece(const Matrix& matrix, const LowRankPiece& piece, int begin, int end, const float* shrunk,
-                          float* target) {
-        int from = std::max(begin, piece.first), to = std::min(end, piece.first + piece.count);
-        for (int output = from; output < to;) {
-            int n = std::min(to, (output / kLanes + 1) * kLanes) - output;
-            const float* b = piece.b + (output - piece.first);
-            F16 total = splat(0.0f);
-            for (int r = 0; r < piece.rank; r++) {
-                total = fma(load(b + size_t(r) * piece.count, n), splat(shrunk[piece.first_rank + r]), total);
+    template <class Number>
+    static void add_piece(const Matrix& matrix, const LowRankPiece& piece, const Number* b, int begin, int end,
+                          const float* shrunk, float* target) {
+        int output = std::max(begin, piece.first), to = std::min(end, piece.first + piece.count);
+        while (output < to) {
+            const Number* weights = b + (output - piece.first);
+            if (output % kLanes == 0 && output + kAtOnce * kLanes <= to) {
+                add_panels<kAtOnce>(matrix, piece, weights, output, kLanes, shrunk, target);
+                output += kAtOnce * kLanes;
+            } else {
+                int n = std::min(to, (output / kLanes + 1) * kLanes) - output;
+                add_panels<1>(matrix, piece, weights, output, n, shrunk, target);
+                output += n;
             }
-            store(target + size_t(matrix.panel_of(piece.part, output)) * kLanes + output % kLanes, total, n);
-            output += n;
+        }
+    }
+
+    // The sums of so many panels of outputs, of which one alone may have n outputs.
+    template <int kCount, class Number>
+    static void add_panels(const Matrix& matrix, const LowRankPiece& piece, const Number* weights, int output, int n,
+                           const float* shrunk, float* target) {
+        F16 totals[kCount];
+        for (F16& total : totals) total = splat(0.0f);
+        for (int r = 0; r < piece.rank; r++) {
+            F16 factor = splat(shrunk[piece.first_rank + r] * piece.scale);
+            for (int j = 0; j < kCount; j++) {
+                totals[j] = fma(load(weights + size_t(r) * piece.count + j * kLanes, n), factor, totals[j]);
+            }
+        }
+        for (int j = 0; j < kCount; j++) {
+            int first = output + j * kLanes;
+            store(target + size_t(matrix.panel_of(piece.part, first)) * kLanes + first % kLanes, totals[j], n);
         }
     }
 

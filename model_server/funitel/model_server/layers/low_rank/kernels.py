@@ -256,7 +256,7 @@ def check_low_rank(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
     groups, begin = [], 0
     for i, (ranks, num_rows) in enumerate((((8, 20), 3), ((0, 5), 20))):
         low_ranks = {
-            name: LowRank(drawn(rank, 96), drawn(outputs, rank))
+            name: LowRank(drawn(rank, 96), drawn(outputs, rank), 0.5)
             for name, rank, outputs in zip("qk", ranks, (80, 48), strict=True)
             if rank
         }

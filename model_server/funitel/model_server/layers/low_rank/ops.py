@@ -38,7 +38,7 @@ class LowRankSite:
                 (
                     slice(piece.first_output, piece.first_output + piece.b.shape[0]),
                     slice(piece.first_rank, piece.first_rank + piece.b.shape[1]),
-                    Matmul(kept(piece.b)),
+                    Matmul(kept(piece.b.float() * piece.scale)),
                 )
                 for piece in pieces
             ),
