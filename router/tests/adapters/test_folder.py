@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from adapter_folders import write_adapter
 
-from funitel.proto.errors import InvalidRequest
-from funitel.router.adapters.folder import NoSuchFolder, adapter_id, inspect, locate_below
+from funitel.proto.errors import InvalidRequest, StartupError
+from funitel.proto.settings.adapter_list import AdapterList
+from funitel.router.adapters.folder import NoSuchFolder, adapter_id, inspect, locate, locate_below
 
 
 def test_a_folder_is_found_by_a_path_below_the_root_or_a_whole_one(tmp_path: Path) -> None:
@@ -72,6 +74,28 @@ def test_a_folder_without_the_files_of_an_adapter_is_refused(tmp_path: Path) -> 
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(InvalidRequest, match=r"has no adapter_model\.safetensors; adapter_model\.bin, a pickle, is"):
         inspect("mine", folder)
+
+
+def test_of_a_repository_only_the_files_of_an_adapter_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def fetched(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision, allow_patterns))
+        if revision == "gone":
+            raise OSError("404: no such revision\nand more")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    [source] = AdapterList("mine=owner/one@v1")
+    assert locate(source) == tmp_path
+    assert asked == [("owner/one", "v1", ["adapter_config.json", "adapter_model.safetensors"])]
+    [source] = AdapterList("owner/one@gone")
+    with pytest.raises(
+        StartupError, match="--lora-adapters owner/one=owner/one@gone .* had from the hub: 404: no such"
+    ):
+        locate(source)
 
 
 def test_an_id_is_of_a_name_and_of_files_as_they_are(tmp_path: Path) -> None:

@@ -197,6 +197,10 @@ async def test_a_pinned_adapter_is_never_evicted(tmp_path: Path) -> None:
             await run(engine, asking(adapter))
         assert pinned.id in shard.adapters
         assert shard.adapter_loads.count(pinned.id) == 1
+        await engine.load_adapter(pinned)  # and is not pinned any more
+        for adapter in (second, third):
+            await run(engine, asking(adapter))
+        assert pinned.id not in shard.adapters
 
 
 async def test_shards_without_adapters_refuse_them(tmp_path: Path) -> None:

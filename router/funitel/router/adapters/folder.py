@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, StartupError
 from funitel.proto.settings.adapter_list import AdapterSource
 from funitel.router.core.request import Adapter
 from funitel.router.text.model_files import fetch_files
@@ -45,6 +45,12 @@ def locate(source: AdapterSource) -> Path:
         return Path(source.folder).expanduser()
     given = f"--lora-adapters {source}"
     return fetch_files(source.repository or "", source.revision, (CONFIG, WEIGHTS), given)
+
+
+def check_root(root: str | None) -> None:
+    """Raise StartupError if the folder for adapters that are loaded at run time is none."""
+    if root is not None and not Path(root).expanduser().is_dir():
+        raise StartupError(f"--lora-folder must be a folder, given {root}")
 
 
 def locate_below(root: str | None, path: str) -> Path:

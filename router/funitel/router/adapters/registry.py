@@ -14,7 +14,7 @@ from typing import Protocol
 
 from funitel.proto.errors import FunitelError, InvalidRequest, ModelNotFound, StartupError
 from funitel.proto.settings.adapter_list import AdapterSource, name_problem
-from funitel.router.adapters.folder import PATH, AdapterFolder, inspect, locate, locate_below
+from funitel.router.adapters.folder import PATH, AdapterFolder, check_root, inspect, locate, locate_below
 from funitel.router.core.request import Adapter
 from funitel.router.settings import RouterSettings
 
@@ -88,8 +88,9 @@ class AdapterRegistry:
         """Find the folders of the adapters that the settings list; fetches those of the hub.
 
         Raises:
-            StartupError: one is not there, or has a name of the model.
+            StartupError: one is not there or has a name of the model, or the folder for others is not there.
         """
+        await asyncio.to_thread(check_root, self._settings.lora_folder)
         listed = self._settings.lora_adapters or ()
         for source in listed:
             if source.name in self._base_names:

@@ -142,9 +142,9 @@ class AdapterSlots:
                 del self._waiting[queue.adapter.id]
         self._advance()
 
-    def pin(self, adapter: Adapter) -> None:
-        """Never evict an adapter that is loaded."""
-        self._pinned.add(adapter.id)
+    def pin(self, adapter: Adapter, *, is_pinned: bool) -> None:
+        """Never evict an adapter that is loaded, or evict it as others from now on."""
+        (self._pinned.add if is_pinned else self._pinned.discard)(adapter.id)
 
     def retire(self, adapter: Adapter) -> None:
         """Unload an adapter once none uses it or waits for it: no further one will."""

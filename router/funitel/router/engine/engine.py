@@ -97,8 +97,7 @@ class Engine:
         """
         holder = object()
         await self._adapters.wait(holder, adapter)
-        if is_pinned:
-            self._adapters.pin(adapter)
+        self._adapters.pin(adapter, is_pinned=is_pinned)
         self._adapters.release(holder)
 
     def retire_adapter(self, adapter: Adapter) -> None:

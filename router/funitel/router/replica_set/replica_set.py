@@ -158,6 +158,7 @@ class ReplicaSet(Membership[ServingReplica]):
         if failures:
             self.retire_adapter(adapter)
             raise failures[0]
+        self._pinned.pop(adapter.id, None)
         if is_pinned:
             self._pinned[adapter.id] = adapter
 

@@ -133,6 +133,12 @@ async def test_an_adapter_that_cannot_be_served_ends_the_start(
         await eventually(lambda: says(client, words), words)
 
 
+async def test_a_folder_that_is_not_there_ends_the_start(serve: Serve, engine: FakeEngine) -> None:
+    async with serve(engine, ready=False, lora_folder="/nowhere") as client:
+        words = "--lora-folder must be a folder, given /nowhere"
+        await eventually(lambda: says(client, words), words)
+
+
 async def test_shards_without_adapters_end_the_start(serve: Serve, root: Path) -> None:
     async with serve(FakeEngine(), ready=False, **listing(root, "mine")) as client:
         words = "--lora-adapters: the shards of this model take no adapters"
