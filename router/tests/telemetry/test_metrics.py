@@ -49,6 +49,7 @@ OURS = {
     "funitel_forwards_total": "counter",
     "funitel_forward_rows": "histogram",
     "funitel_forward_tokens_total": "counter",
+    "funitel_draft_tokens_total": "counter",
     "funitel_weight_bytes": "gauge",
     "funitel_sharded_weight_bytes": "gauge",
     "funitel_kv_bytes": "gauge",
