@@ -9,7 +9,7 @@ import pytest
 
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.executor.executor import Executor
-from funitel.proto.step import Generation, GrammarType, RowUpdate, SequenceStart
+from funitel.proto.step import Generation, GrammarType, RowUpdate, SequenceStart, StateSave
 from funitel.proto.strategy import DecodingStrategy
 from funitel_testing.drafters import KnownDrafter
 from funitel_testing.executors import collect, decode, ids_of, keep_rows, load_executor, prefill, run_alone, start
@@ -189,3 +189,28 @@ def test_rows_with_a_strategy_have_no_drafts(executor: Executor) -> None:
     found, _ = with_drafts(executor, [sequence(2, strategy=DecodingStrategy(mirostat=2))], drafter)
     assert len(ids_of(found[2])) == 12
     assert drafter.num_proposed == 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_a_state_that_is_saved_behind_drafts_is_that_of_the_text(executor: Executor, share: float) -> None:
+    if executor.runner.pool.state_pool is None:
+        pytest.skip("the model keeps no states")
+    assert executor.speculator is not None
+    blocks = tuple(range(1, 13))
+    first = replace(sequence(4), blocks=blocks, state_slot=3, speculate=MOST)
+    expected = ids_of(run_alone(executor, sequence(4)))
+    position = 4 * (len(first.input_ids) // 4 + 2)
+    executor.speculator.drafter = KnownDrafter({4: [*first.input_ids, *expected]}, share, seed=1)
+    found: dict[int, list[Generation]] = {}
+    result = prefill(executor, 1, [first])
+    collect(result, found)
+    updates = [RowUpdate(4, (), None, (StateSave(position, 6),))]
+    while len(first.input_ids) + len(ids_of(found[4])) - 1 < position:
+        assert result.batch is not None
+        result = decode(executor, [result.batch], updates)
+        updates = []
+        collect(result, found)
+    executor.clear()
+    given = tuple(expected[: position + 1 - len(first.input_ids)])
+    again = replace(first, output_ids=given, cache_len=position, state_slot=5, state_from=6, chunk_len=1, speculate=0)
+    assert [*given, *ids_of(run_alone(executor, again))] == expected

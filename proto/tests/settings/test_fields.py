@@ -364,7 +364,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "prefix_caching": st.booleans(),
     "enable_prefill_logprobs": st.booleans(),
     "disable_forced_spans": st.booleans(),
-    "speculate": st.none() | st.integers(0, MAX_SPECULATE),
+    "speculate": st.integers(1, MAX_SPECULATE),  # as "draft_model" needs
+    "draft_model": st.none() | TEXT,
     "watermark_gamma": st.floats(0, 1, exclude_min=True, exclude_max=True),
     "watermark_delta": st.floats(-100, 100),
     "json_output": st.booleans(),

@@ -3,9 +3,11 @@
 A shard that keeps the content of every block stands in for the model, so a block in wrong hands shows as wrong content.
 """
 
+import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -408,3 +410,43 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=50, derandomize=True, deadline=None, database=None
 )
 TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("state_slots", [0, 12])
+@pytest.mark.parametrize("num_blocks", [10, 14, 24])
+def test_speculating_sequences_share_a_small_pool(num_blocks: int, state_slots: int) -> None:
+    """All have drafts, two steps are in flight, and blocks run out: nothing is lost and nothing is written over."""
+    distances = state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL
+    num_accepted = 0
+    for seed in range(40):
+        source, machine = random.Random(seed), SchedulerMachine()
+        try:
+            machine.begin(num_blocks, None, True, True, 2, state_slots)  # type: ignore[call-arg]
+            for number in range(8):
+                machine.submit(  # type: ignore[call-arg]
+                    source.randint(1, 8),
+                    number % 3,
+                    0,
+                    MOST_COMPLETION,
+                    False,
+                    seed % 4 == 0,
+                    source.randint(1, 6),
+                    b"",
+                    0,
+                )
+            for _ in range(400):
+                machine.send()
+                if len(machine.in_flight) == 2 or source.random() < 0.5:
+                    if machine.in_flight:
+                        num_accepted += machine.in_flight[0][1].num_accepted_tokens
+                        machine.settle(0.01)  # type: ignore[call-arg]
+                machine.every_block_is_accounted_for()
+                machine.every_state_slot_is_accounted_for()
+                machine.only_who_is_settled_is_not_looked_at()
+                machine.what_is_found_by_its_tokens_is_there()
+                machine.outputs_are_what_the_model_said_in_order()
+            assert not machine.live, "all have ended"
+            assert machine.scheduler.blocks.num_used == 0
+        finally:
+            state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL = distances
+    assert num_accepted > 1000

@@ -80,13 +80,17 @@ class RunningSet:
         missing = 0
         for sequence in self._not_plain.values():
             computed, pending = sequence.ahead()
-            if sequence.request.speculate:
-                computed = self._reach(sequence, computed)
+            computed = self.reach(sequence, computed)
             missing += max(0, -(-(computed + pending) // size) - len(sequence.blocks))
         return missing
 
-    def _reach(self, sequence: Sequence, computed: int) -> int:
-        """Tokens that the steps in flight can have computed at most; drafts stay within the blocks that there are."""
+    def reach(self, sequence: Sequence, computed: int) -> int:
+        """Tokens that the steps in flight can have computed at most; drafts stay within the blocks that there are.
+
+        `computed` are those without drafts.
+        """
+        if not sequence.request.speculate:
+            return computed
         held = len(sequence.blocks) * self._blocks.block_size
         return max(computed, min(sequence.most_ahead(computed), held))
 
@@ -130,7 +134,7 @@ class RunningSet:
             granted
             or pending > 1
             or (sequence.request.speculate and sequence.has_drafts != self.drafts_pay)
-            or (checkpoints is not None and checkpoints.is_due(sequence, begun, most))
+            or (checkpoints is not None and checkpoints.is_due(sequence, self.reach(sequence, begun), most))
         ):
             part.updates[sequence.id] = granted, pending
         count = part.computed[sequence.id] = int(sequence.brings_token(begun, pending))
@@ -167,7 +171,7 @@ class RunningSet:
         """
         if part.spare_blocks is None:
             part.spare_blocks = self._blocks.num_free - self.missing_blocks()
-        granted = self._grant(sequence, self._reach(sequence, begun) + pending)
+        granted = self._grant(sequence, self.reach(sequence, begun) + pending)
         wanted = sequence.most_ahead(begun + pending, 1)
         missing = self._blocks.blocks_for(wanted) - len(sequence.blocks)
         if 0 < missing <= part.spare_blocks:

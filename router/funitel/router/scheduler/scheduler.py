@@ -140,7 +140,7 @@ class Scheduler:
             end = begun + count
             if sequence.request.speculate and count == 1:
                 end = min(sequence.most_ahead(end, 1), len(sequence.blocks) * self.blocks.block_size)
-            saves = self._checkpoints.save(sequence, begun, end)
+            saves = self._checkpoints.save(sequence, self._running.reach(sequence, begun), end)
         return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves, self._speculate(sequence_id))
 
     def _speculate(self, sequence_id: int) -> int | None:

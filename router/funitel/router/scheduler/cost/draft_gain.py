@@ -1,4 +1,4 @@
-"""Draft gain: whether drafts pay beside so many sequences, by what a token costs and how many drafts are accepted. Pure.
+"""Draft gain: whether drafts pay beside so many sequences, by the costs of a token and the share accepted. Pure.
 
 A step with drafts gives more tokens and takes longer. Where a share t of a step's time grows with its tokens, and a
 share a of drafts is accepted, drafts pay if a > t: one stream waits for the weights whatever it computes, a full batch
