@@ -233,7 +233,6 @@ def test_the_file_is_read_again_with_the_same_flags(write: Write) -> None:
         (["NUM_SHARD=0"], [], "line 1: NUM_SHARD: --num-shard must be >= 1, given 0"),
         (["NUM_SHARD=1"], ["--sharded", "true"], "line 1: NUM_SHARD: --sharded true needs --num-shard > 1, given 1"),
         (["DTYPE=float32", "QUANTIZE=exl2"], [], "line 2: QUANTIZE: QUANTIZE=exl2 cannot be honoured"),
-        (["SPECULATE=17"], [], "line 1: SPECULATE: --speculate must be <= 16, given 17"),
     ],
 )
 def test_a_wrong_value_names_file_line_and_variable(

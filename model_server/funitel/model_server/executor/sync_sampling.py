@@ -100,15 +100,18 @@ class SyncSampling:
         """See StepSampling; keeps the batch unless every row has finished."""
         output_begin = time.perf_counter_ns()
         due, following, forward_begin, num_forwards, drafts = computed
+        accepted = 0
         if drafts:
             assert self._speculator is not None
             settle_drafts(self._speculator, self._runner, due, following, drafts)
-        verified = [due[place] for place in drafts]
-        num_cached = sum([row.num_cached for row in verified])
-        processed = [
-            self._output.process(row, tokens, drafts.get(place, ()))
-            for place, (row, tokens) in enumerate(zip(due, following, strict=True))
-        ]
+            accepted = -sum([due[place].num_cached for place in drafts])
+            processed = [
+                self._output.process(row, tokens, drafts.get(place, ()))
+                for place, (row, tokens) in enumerate(zip(due, following, strict=True))
+            ]
+            accepted += sum([due[place].num_cached for place in drafts])
+        else:
+            processed = [self._output.process(row, tokens) for row, tokens in zip(due, following, strict=True)]
         for row in due:
             row.is_over = row.finish_reason is not None
         batch: CachedBatch | None = None
@@ -123,7 +126,7 @@ class SyncSampling:
             batch, step.active, num_forwards, forward_ns=spent[0], decode_ns=spent[1], total_ns=spent[2]
         )
         if drafts:
-            result = with_drafts(result, drafts, sum([row.num_cached for row in verified]) - num_cached)
+            result = with_drafts(result, drafts, accepted)
         return ComputedStep(self._output, [one for one in processed if one is not None], result)
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
@@ -183,8 +186,24 @@ def agree(
         return following
     if wants_words(due):
         return agree_in_words(parallel, due, following)
-    width = 1 + max(map(len, drafts.values()), default=0)
-    pairs = torch.full((len(due), width, 2), -1.0, dtype=torch.float64)
+    if drafts:
+        return _agree_on_drafts(parallel, device, due, following, 1 + max(map(len, drafts.values())))
+    pairs = torch.zeros(len(due), 2, dtype=torch.float64)
+    if following:
+        pairs = torch.tensor([(token.id, token.logprob) for (token,) in following], dtype=torch.float64)
+    pairs = parallel.broadcast(pairs.to(device))
+    return [[SampledToken(int(token_id), logprob)] for token_id, logprob in pairs.tolist()]
+
+
+def _agree_on_drafts(
+    parallel: TensorParallel,
+    device: torch.device,
+    due: Sequence[SequenceState],
+    following: list[list[SampledToken]],
+    most: int,
+) -> list[list[SampledToken]]:
+    """The same where a row gets up to `most` tokens."""
+    pairs = torch.full((len(due), most, 2), -1.0, dtype=torch.float64)
     for line, tokens in zip(pairs, following, strict=False):
         line[: len(tokens)] = torch.tensor([(token.id, token.logprob) for token in tokens], dtype=torch.float64)
     pairs = parallel.broadcast(pairs.to(device))

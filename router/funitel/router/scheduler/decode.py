@@ -80,7 +80,8 @@ class RunningSet:
         missing = 0
         for sequence in self._not_plain.values():
             computed, pending = sequence.ahead()
-            computed = self.reach(sequence, computed)
+            if sequence.request.speculate:
+                computed = self.reach(sequence, computed)
             missing += max(0, -(-(computed + pending) // size) - len(sequence.blocks))
         return missing
 
