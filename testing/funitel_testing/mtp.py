@@ -1,4 +1,4 @@
-"""Tiny checkpoints with a layer for multi-token prediction, and what that layer drafts, by transformers' own modules."""
+"""Tiny checkpoints with a layer for multi-token prediction, and what that layer drafts by transformers' modules."""
 
 import copy
 from collections.abc import Sequence

@@ -372,7 +372,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "disable_forced_spans": st.booleans(),
     "max_lora_rank": st.integers(0, MAX_LORA_RANK),
     "reserved_loras": st.integers(0, MAX_LORAS),
-    "speculate": st.none() | st.integers(0, MAX_SPECULATE),
+    "speculate": st.integers(1, MAX_SPECULATE),  # as "draft_model" needs
+    "draft_model": st.none() | TEXT,
     "watermark_gamma": st.floats(0, 1, exclude_min=True, exclude_max=True),
     "watermark_delta": st.floats(-100, 100),
     "json_output": st.booleans(),

@@ -206,7 +206,7 @@ class HostBlocks:
     def __init__(self, memory: torch.Tensor, num_slots: int, cache: KVCache) -> None:
         self._num_slots = num_slots
         self._num_blocks = cache.num_blocks
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots, and the pool whose blocks they are for
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots, and the pool that they are for
         begin = 0
         for each in cache.with_companion():
             block = each.pool[0]

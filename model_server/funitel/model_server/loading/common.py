@@ -17,6 +17,7 @@ from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
@@ -244,6 +245,12 @@ def check_quantize(asked: str | None, folder: Path, models: str) -> None:
         check_honoured({"--quantize": asked}, models)
     else:
         check_flag(asked, quantization)
+
+
+def check_ranks(settings: ModelServerSettings, spec: ModelSpec) -> None:
+    """Raise SettingsError for more ranks than a model can be split over."""
+    HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)
+    StateLayout.of(spec, settings.world_size, settings.rank)
 
 
 def set_threads(asked: int | None) -> None:

@@ -8,13 +8,17 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
-from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import is_outdated
-from funitel.model_server.kv_cache.pool import Pools, SpecPools
-from funitel.model_server.kv_cache.state_pool import StateLayout
-from funitel.model_server.loading.common import choose_device, choose_dtype, find_eos, join_ranks, set_threads
-from funitel.model_server.loading.drafters import Target, add_drafter, plan_drafter, refuse_drafter
+from funitel.model_server.loading.common import (
+    check_ranks,
+    choose_device,
+    choose_dtype,
+    find_eos,
+    join_ranks,
+    set_threads,
+)
+from funitel.model_server.loading.drafter_plans import DraftTarget, plan_drafter, refuse_drafter
+from funitel.model_server.loading.drafters import add_drafter
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
@@ -24,7 +28,6 @@ from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec, Position
-from funitel.model_server.speculation.interface import Drafter
 from funitel.proto.errors import NoRow, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -46,13 +49,12 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     if device.type == "cpu":
         _tell_of_gpu_settings(settings)
     if settings.model_spec is None:
-        refuse_drafter(settings, read_json(folder / "config.json"))
+        refuse_drafter(settings, folder)
     try:
         spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     except NoRow as no_row:
         return _load_fallback(settings, folder, no_row, device)
-    HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
-    StateLayout.of(spec, settings.world_size, settings.rank)  # likewise
+    check_ranks(settings, spec)
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
     if device.type == "cpu":
@@ -64,7 +66,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
-    target = Target(settings, folder, spec, device)
+    target = DraftTarget(settings, folder, spec, device)
     plan = plan_drafter(target)
     parallel = join_ranks(settings, device)
     is_fused = tier is not None and not (plan is not None and plan.reads_middle)
@@ -72,12 +74,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         logger.info("the model runs in torch: the drafter reads hidden states that the fused CPU step does not keep")
     loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None and is_fused else None
     loaded = loaded or load_torch(settings, spec, weights, parallel)
-    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    layout = StateLayout.of(spec, parallel.size, parallel.rank)
-    pools: Pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device, layout)
-    drafter: Drafter | None = None
-    if plan is not None:
-        drafter, loaded, pools = add_drafter(target, plan, loaded, pools)
+    drafter, loaded, pools = add_drafter(target, plan, loaded)
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
 
 

@@ -73,7 +73,7 @@ class HeadDrafter:
             places, tokens, start = list(range(begin, begin + len(known))), known, row.start
             begin += count
             before = self._ends.at(row, start - 1)
-            if before is not None and before.token == UNKNOWN:  # whose next token is the first of this step
+            if before is not None and before.token == UNKNOWN:  # the first token of this step is behind it
                 places, tokens, start = [len(ids) + len(late), *places], [own[0], *known], start - 1
                 late.append(before.state)
             if tokens[-1] == UNKNOWN:

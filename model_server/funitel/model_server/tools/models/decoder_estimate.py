@@ -10,12 +10,11 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import KV_DTYPES
 from funitel.model_server.cpu.footprint import weight_bytes
-from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier, choose_tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype
-from funitel.model_server.loading.drafters import HeadPlan, ModelPlan, Target, plan_drafter
 from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.quantized.config import check_flag
@@ -23,37 +22,9 @@ from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.speculation.pools import DraftPools
-from funitel.model_server.tools.models.drafter_estimate import drafting_of, head_needs
 from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
 
 _META = torch.device("meta")
-
-
-def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
-    """What each rank of the decoder takes, with what makes draft tokens if that has weights. Raises: `StartupError`."""
-    device = choose_device(settings.device, 0)
-    plan = plan_drafter(Target(drafting_of(settings), folder, spec, device))
-    facts, pools = estimate_alone(settings, folder, spec, reads_middle=plan is not None and plan.reads_middle)
-    if plan is not None and isinstance(plan.parts, ModelPlan):
-        num_shard = settings.num_shard if settings.num_shard <= plan.parts.spec.num_heads else 1
-        own = replace(settings, num_shard=num_shard, quantize=settings.quantize if settings.quantize in MADE else None)
-        drafts, more = estimate_alone(own, plan.parts.folder, plan.parts.spec)
-        each = settings.num_shard // num_shard  # ranks that have it whole
-        facts, pools = _with(facts, pools, drafts.weights * each, [*more] * each)
-    elif plan is not None and isinstance(plan.parts, HeadPlan):
-        is_shared = facts.served_by == "torch"
-        facts, pools = _with(facts, pools, *head_needs(settings, spec, plan.parts, is_shared=is_shared))
-    return with_memory(facts, settings, pools)
-
-
-def _with(
-    facts: Needs, pools: Sequence[Pools], weights: Sequence[int], drafts: Sequence[Pools | None]
-) -> tuple[Needs, Sequence[Pools]]:
-    """The needs and pools of ranks with those of their drafters."""
-    held = tuple(own + more for own, more in zip(facts.weights, weights, strict=True))
-    joined = [DraftPools(own, more, lambda pool: None) for own, more in zip(pools, drafts, strict=True)]
-    return replace(facts, weights=held), joined
 
 
 def estimate_alone(

@@ -1,24 +1,56 @@
-"""Estimate what makes draft tokens beside a decoder, where that is built on its hidden states."""
+"""Estimate what serving a decoder takes, with what makes its draft tokens."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
-from funitel.model_server.loading.common import choose_dtype
-from funitel.model_server.loading.drafters import HeadPlan
+from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.loading.drafter_plans import DraftTarget, HeadPlan, ModelPlan, plan_drafter
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.speculation.pools import DraftPools
 from funitel.model_server.speculation.tables import VocabTables
+from funitel.model_server.tools.models.decoder_estimate import estimate_alone
+from funitel.model_server.tools.models.needs import Needs, with_memory
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
-def drafting_of(settings: ModelsSettings) -> ModelServerSettings:
+def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
+    """What each rank of the decoder takes, with what makes draft tokens if that has weights. Raises: `StartupError`."""
+    device = choose_device(settings.device, 0)
+    plan = plan_drafter(DraftTarget(_drafting_of(settings), folder, spec, device))
+    facts, pools = estimate_alone(settings, folder, spec, reads_middle=plan is not None and plan.reads_middle)
+    if plan is not None and isinstance(plan.parts, ModelPlan):
+        num_shard = settings.num_shard if settings.num_shard <= plan.parts.spec.num_heads else 1
+        own = replace(settings, num_shard=num_shard, quantize=settings.quantize if settings.quantize in MADE else None)
+        drafts, more = estimate_alone(own, plan.parts.folder, plan.parts.spec)
+        each = settings.num_shard // num_shard  # ranks that have it whole
+        facts, pools = _with(facts, pools, drafts.weights * each, [*more] * each)
+    elif plan is not None and isinstance(plan.parts, HeadPlan):
+        is_shared = facts.served_by == "torch"
+        facts, pools = _with(facts, pools, *_head_needs(settings, spec, plan.parts, is_shared=is_shared))
+    return with_memory(facts, settings, pools)
+
+
+def _with(
+    facts: Needs, pools: Sequence[Pools], weights: Sequence[int], drafts: Sequence[Pools | None]
+) -> tuple[Needs, Sequence[Pools]]:
+    """The needs and pools of ranks with those of their drafters."""
+    held = tuple(own + more for own, more in zip(facts.weights, weights, strict=True))
+    joined = [DraftPools(own, more, lambda pool: None) for own, more in zip(pools, drafts, strict=True)]
+    return replace(facts, weights=held), joined
+
+
+def _drafting_of(settings: ModelsSettings) -> ModelServerSettings:
     """What a shard would be told of drafts."""
     return ModelServerSettings(
         model_id=settings.model_id,
@@ -29,7 +61,7 @@ def drafting_of(settings: ModelsSettings) -> ModelServerSettings:
     )
 
 
-def head_needs(
+def _head_needs(
     settings: ModelsSettings, spec: ModelSpec, plan: HeadPlan, *, is_shared: bool
 ) -> tuple[list[int], list[Pools | None]]:
     """Bytes of the weights and the pools of such a drafter on each rank.

@@ -10,7 +10,7 @@ from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_s
 from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.settings import ModelsSettings
-from funitel.model_server.tools.models import decoder_estimate, transformers_estimate
+from funitel.model_server.tools.models import decoder_estimate, drafter_estimate, transformers_estimate
 from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
 from funitel.proto.errors import NoRow, SettingsError
 
@@ -30,7 +30,7 @@ def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
         spec = choose_spec(settings.model_spec, folder)
     except NoRow as no_row:
         return transformers_estimate.estimate(settings, folder, no_row)
-    return decoder_estimate.estimate(settings, folder, spec)
+    return drafter_estimate.estimate(settings, folder, spec)
 
 
 def _encoder_needs(settings: ModelsSettings, folder: Path) -> Needs:
