@@ -9,7 +9,6 @@ from funitel.router.core.grammar import Grammar
 
 with requiring("server", "funitel.llm"):
     from funitel.llm.async_llm import AsyncLLM
-    from funitel.llm.requests.handle import RequestHandle
     from funitel.llm.llm import LLM
     from funitel.llm.outputs import (
         ClassificationRequestOutput,
@@ -20,6 +19,7 @@ with requiring("server", "funitel.llm"):
         RequestOutput,
         ScoringRequestOutput,
     )
+    from funitel.llm.requests.handle import RequestHandle
     from funitel.llm.requests.results import RequestState
     from funitel.llm.sampling import RequestOutputKind, SamplingParams
     from funitel.llm.steps import StepQueries, StepResult

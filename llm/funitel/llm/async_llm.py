@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Self
 
-from funitel.llm.requests.handle import RequestHandle
 from funitel.llm.llm import LLM
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.prompts import Prompt
+from funitel.llm.requests.handle import RequestHandle
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import InvalidRequest, NotReady
 
@@ -146,6 +146,4 @@ class AsyncLLM:
         """Wait until a request, or every one, has ended or is paused; whether it is so within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         handles = self.handles if handle is None else [handle]
-        return all(
-            each.sync(None if deadline is None else max(0.0, deadline - time.monotonic())) for each in handles
-        )
+        return all(each.sync(None if deadline is None else max(0.0, deadline - time.monotonic())) for each in handles)

@@ -64,7 +64,7 @@ class CompletionBuilder:
             self.prompt_logprobs = _of_prompt(generation, self._params.prompt_logprobs)
         self.finished = generation.finished
 
-    def output(self, since: Mark = Mark()) -> CompletionOutput:  # noqa: B008 (it is immutable)
+    def output(self, since: Mark = Mark()) -> CompletionOutput:
         """What was completed since a mark; the sum of log-probabilities is always of all."""
         finished = self.finished
         return CompletionOutput(

@@ -330,7 +330,9 @@ def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
     if not tokens.ids:
         raise ValueError(f"request {message.request_id} got no token")
     if message.num_accepted >= len(tokens.ids):
-        raise ValueError(f"of {len(tokens.ids)} tokens of request {message.request_id}, {message.num_accepted} are drafts")
+        raise ValueError(
+            f"of {len(tokens.ids)} tokens of request {message.request_id}, {message.num_accepted} are drafts"
+        )
     _check_ids(tokens.ids, vocab_size)
     finished = None
     if message.HasField("generated_text"):

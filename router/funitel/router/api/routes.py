@@ -6,7 +6,18 @@ from functools import cache
 from typing import Any
 
 from funitel.proto.version import version
-from funitel.router.api import anthropic, embeddings, native, openai, openapi, operators, platforms, requests, responses, vllm
+from funitel.router.api import (
+    anthropic,
+    embeddings,
+    native,
+    openai,
+    openapi,
+    operators,
+    platforms,
+    requests,
+    responses,
+    vllm,
+)
 from funitel.router.api.common.route_kinds import with_openai_errors
 from funitel.router.api.operators import DEBUG_ROUTES, HEALTH
 from funitel.router.api.platforms import VERTEX

@@ -262,6 +262,14 @@ def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> 
     queue = sum(answer.timings.queue_seconds for answer in answers)
     inference = sum(answer.timings.inference_seconds for answer in answers)
     num_tokens = sum(answer.finished.num_tokens for answer in answers)
+    life = spanning([answer.timings for answer in answers])
+    first = {}
+    if life.first_token is not None:
+        seconds = jobs[0].validation_seconds + life.first_token - life.submitted
+        first = {
+            "x-time-to-first-token": _milliseconds(seconds),
+            "x-tokens-per-second": f"{num_tokens / max(life.inference_seconds, 1e-6):.3f}",
+        }
     return stream_headers(*jobs) | {
         "x-total-time": _milliseconds(validation + queue + inference),
         "x-validation-time": _milliseconds(validation),
@@ -270,6 +278,7 @@ def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> 
         "x-time-per-token": _milliseconds(inference / max(num_tokens, 1)),
         "x-prompt-tokens": str(sum(len(request.input_ids) for request in _distinct(jobs))),
         "x-generated-tokens": str(num_tokens),
+        **first,
     }
 
 

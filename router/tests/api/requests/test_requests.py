@@ -104,9 +104,7 @@ async def test_an_unknown_id_is_not_found(client: httpx.AsyncClient, method: str
     assert error["message"] == "no request with id 'x' runs"
 
 
-async def test_a_key_has_its_own_requests_unless_its_scope_names_these_routes(
-    serve: Serve, tmp_path: Path
-) -> None:
+async def test_a_key_has_its_own_requests_unless_its_scope_names_these_routes(serve: Serve, tmp_path: Path) -> None:
     def line(name: str, **scopes: Any) -> str:
         digest = hashlib.sha256(name.encode()).hexdigest()
         return json.dumps({"name": name, "sha256": digest, "created": "2026-01-01T00:00:00Z"} | scopes)
