@@ -6,7 +6,7 @@ from pathlib import Path
 
 from generated_page import write_or_check
 
-from funitel.router.api import anthropic, embeddings, native, openai, operators, platforms, responses, vllm
+from funitel.router.api import anthropic, embeddings, native, openai, operators, platforms, requests, responses, vllm
 from funitel.router.api.openapi import KEY_FAILURES, MEANINGS
 from funitel.router.api.routes import OPERATIONS
 from funitel.router.middleware.operation import Access, Operation
@@ -32,6 +32,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("TGI", TGI, native.ROUTES),
     ("OpenAI", "Chats and completions; see [openai](openai.md).", openai.ROUTES),
     ("OpenAI's responses", "See [responses](responses.md).", responses.ROUTES),
+    ("Running requests", "See [requests](requests.md).", requests.ROUTES),
     ("Anthropic", "See [anthropic](anthropic.md).", anthropic.ROUTES),
     ("Encoders", ENCODERS, embeddings.ROUTES),
     ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),

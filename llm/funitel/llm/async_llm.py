@@ -58,7 +58,7 @@ class AsyncLLM:
                 self._llm = self._make()
 
     def close(self) -> None:
-        """Fail what runs and free the memory; idempotent. An `LLM` that was given stays open: its requests are aborted."""
+        """Abort what runs and free the memory; idempotent. An `LLM` that was given stays open."""
         with self._starting:
             self._is_closed = True
             for handle in self.handles:

@@ -33,7 +33,7 @@ async def rest(stream: TokenStream) -> list[int]:
 
 async def left(engine: Engine) -> tuple[int, ...]:
     """What is held once nothing is in flight: streams, paused ones, sequences, blocks."""
-    while engine._steps._pipeline.oldest is not None:
+    while engine._steps._pipeline.oldest is not None:  # noqa: ASYNC110 - nothing says when
         await asyncio.sleep(0.001)
     scheduler = engine._scheduler
     held = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.shares.sequences)
