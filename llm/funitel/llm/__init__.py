@@ -9,6 +9,7 @@ from funitel.router.core.grammar import Grammar
 
 with requiring("server", "funitel.llm"):
     from funitel.llm.async_llm import AsyncLLM
+    from funitel.llm.handle import RequestHandle
     from funitel.llm.llm import LLM
     from funitel.llm.outputs import (
         ClassificationRequestOutput,
@@ -19,10 +20,9 @@ with requiring("server", "funitel.llm"):
         RequestOutput,
         ScoringRequestOutput,
     )
-    from funitel.llm.requests.handle import RequestHandle
-    from funitel.llm.requests.results import RequestState
+    from funitel.llm.results import RequestState
     from funitel.llm.sampling import RequestOutputKind, SamplingParams
-    from funitel.llm.steps import StepQueries, StepResult
+    from funitel.llm.steps import QueryResult, StepQueries
 
 __all__ = [
     "LLM",
@@ -43,5 +43,5 @@ __all__ = [
     "ScoringRequestOutput",
     "StartupError",
     "StepQueries",
-    "StepResult",
+    "QueryResult",
 ]

@@ -1,4 +1,4 @@
-"""The class `AsyncLLM`: a model in this process whose requests are started, read, paused, stopped and aborted by id."""
+"""The class `AsyncLLM`: a model in this process that starts, pauses, stops and aborts requests."""
 
 import asyncio
 import threading
@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Self
 
+from funitel.llm.handle import RequestHandle
 from funitel.llm.llm import LLM
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.prompts import Prompt
-from funitel.llm.requests.handle import RequestHandle
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import InvalidRequest, NotReady
 
@@ -131,7 +131,7 @@ class AsyncLLM:
 
     @property
     def handles(self) -> list[RequestHandle]:
-        """The requests whose handles are held by someone."""
+        """The requests with a handle that is still referenced."""
         return list(self._handles.values())
 
     def abort(self, request_id: str) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from funitel.llm.ranks import LocalRanks
-from funitel.llm.shards import ShardProcesses
-from funitel.llm.threads import CLOSED, CLOSED_EARLY, ComputeThread, LoopThread
+from funitel.llm.workers.ranks import LocalRanks
+from funitel.llm.workers.shards import ShardProcesses
+from funitel.llm.workers.threads import CLOSED, CLOSED_EARLY, ComputeThread, LoopThread
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings

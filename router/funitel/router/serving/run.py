@@ -16,7 +16,7 @@ from funitel.router.core import request_context
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
-from funitel.router.serving.running import RunningRequest
+from funitel.router.serving.running import ActiveRequest
 from funitel.router.serving.service import Service
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
@@ -136,7 +136,7 @@ def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractConte
     """List the HTTP request of some streams among those that run, as long as the block lasts."""
     service, account = job.service, job.arrived.account
     owner = b"" if account is None else account.owner
-    request = RunningRequest(request_context.current(), owner, streams, service.engine.paused)
+    request = ActiveRequest(request_context.current(), owner, streams, service.engine.paused)
     return service.running.entered(request)
 
 
