@@ -1,6 +1,7 @@
 """Handle `/v1/requests`: the requests that run.
 
-A key sees its own requests. A key with a scope that names these routes, such as `/v1/requests*`, sees those of all keys.
+A key sees its own requests. A key with a scope that names these routes, such as `/v1/requests*`, sees those of all
+keys.
 """
 
 import time
