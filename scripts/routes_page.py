@@ -6,7 +6,18 @@ from pathlib import Path
 
 from generated_page import write_or_check
 
-from funitel.router.api import anthropic, batches, embeddings, native, openai, operators, platforms, responses, vllm
+from funitel.router.api import (
+    anthropic,
+    batches,
+    embeddings,
+    native,
+    openai,
+    operators,
+    platforms,
+    requests,
+    responses,
+    vllm,
+)
 from funitel.router.api.openapi import KEY_FAILURES, MEANINGS
 from funitel.router.api.routes import OPERATIONS
 from funitel.router.middleware.operation import Access, Operation
@@ -33,6 +44,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("OpenAI", "Chats and completions; see [openai](openai.md).", openai.ROUTES),
     ("OpenAI's responses", "See [responses](responses.md).", responses.ROUTES),
     ("OpenAI's files and batches", "With `--batch-dir`; see [batch](batch.md).", batches.ROUTES),
+    ("Running requests", "See [requests](requests.md).", requests.ROUTES),
     ("Anthropic", "See [anthropic](anthropic.md).", anthropic.ROUTES),
     ("Encoders", ENCODERS, embeddings.ROUTES),
     ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),

@@ -18,7 +18,8 @@ def check(found: dict[int, Logprob], truth: torch.Tensor, chosen: int) -> float:
     """Hold the candidates at one place to the model's scores; the largest difference."""
     likeliest = [token_id for token_id, each in found.items() if each.rank is not None and each.rank <= NUM_TOP]
     values, _ = truth.topk(NUM_TOP)
-    assert len(likeliest) == NUM_TOP and chosen in found
+    assert len(likeliest) == NUM_TOP
+    assert chosen in found
     ranked = sorted(likeliest, key=lambda token_id: found[token_id].rank or 0)
     differences = [abs(found[i].logprob - float(value)) for i, value in zip(ranked, values, strict=True)]
     return max(*differences, *(abs(each.logprob - float(truth[i])) for i, each in found.items()))
@@ -41,7 +42,8 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, ways: dic
         with torch.no_grad():
             truth = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         prompt, completed = output.prompt_logprobs, completion.logprobs
-        assert prompt is not None and completed is not None
+        assert prompt is not None
+        assert completed is not None
         assert (prompt[0], len(prompt), len(completed)) == (None, len(output.prompt_token_ids), 24)
         for place, found in enumerate([*prompt[1:], *completed], 1):
             assert found is not None

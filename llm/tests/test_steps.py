@@ -39,7 +39,8 @@ def test_queries_that_join_and_leave_are_what_they_are_alone(llm: LLM) -> None:
     for _ in range(3):
         assert advance(queries, texts) == [ids[0], leaving]
     ids += [queries.add_query(*each) for each in zip(prompts[1:], params[1:], strict=True)]
-    assert queries.remove_query(leaving) and not queries.remove_query(leaving)
+    assert queries.remove_query(leaving)
+    assert not queries.remove_query(leaving)
     while len(queries):
         advance(queries, texts)
     assert [tuple(texts[i]) for i in ids] == expected
@@ -78,7 +79,8 @@ def test_wrong_calls_are_named(llm: LLM) -> None:
     queries = StepQueries(llm, max_queries=1)
     assert queries.infer() == []
     query = queries.add_query("one", GREEDY)
-    assert query > 0 and queries.add_query("two", GREEDY) == 0
+    assert query > 0
+    assert queries.add_query("two", GREEDY) == 0
     with pytest.raises(InvalidRequest, match=f"query {query} has no result to commit a token for"):
         queries.commit({query: (1, False)})
     queries.infer()

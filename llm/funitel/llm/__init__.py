@@ -10,6 +10,7 @@ from funitel.router.core.grammar import Grammar
 with requiring("server", "funitel.llm"):
     from funitel.llm.async_llm import AsyncLLM
     from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from funitel.llm.handle import RequestHandle
     from funitel.llm.llm import LLM
     from funitel.llm.outputs import (
         ClassificationRequestOutput,
@@ -20,10 +21,9 @@ with requiring("server", "funitel.llm"):
         RequestOutput,
         ScoringRequestOutput,
     )
-    from funitel.llm.requests.handle import RequestHandle
-    from funitel.llm.requests.results import RequestState
+    from funitel.llm.results import RequestState
     from funitel.llm.sampling import RequestOutputKind, SamplingParams
-    from funitel.llm.steps import StepQueries, StepResult
+    from funitel.llm.steps import QueryResult, StepQueries
 
 __all__ = [
     "LLM",
@@ -47,5 +47,5 @@ __all__ = [
     "ScoringRequestOutput",
     "StartupError",
     "StepQueries",
-    "StepResult",
+    "QueryResult",
 ]

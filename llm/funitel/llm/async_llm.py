@@ -1,4 +1,4 @@
-"""The class `AsyncLLM`: a model in this process whose requests are started, read, paused, stopped and aborted by id."""
+"""The class `AsyncLLM`: a model in this process that starts, pauses, stops and aborts requests."""
 
 import asyncio
 import threading
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Self
 
+from funitel.llm.handle import RequestHandle
 from funitel.llm.llm import LLM
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.prompts import Prompt
@@ -58,7 +59,7 @@ class AsyncLLM:
                 self._llm = self._make()
 
     def close(self) -> None:
-        """Fail what runs and free the memory; idempotent. An `LLM` that was given stays open: its requests are aborted."""
+        """Abort what runs and free the memory; idempotent. An `LLM` that was given stays open."""
         with self._starting:
             self._is_closed = True
             for handle in self.handles:
@@ -131,7 +132,7 @@ class AsyncLLM:
 
     @property
     def handles(self) -> list[RequestHandle]:
-        """The requests whose handles are held by someone."""
+        """The requests with a handle that is still referenced."""
         return list(self._handles.values())
 
     def abort(self, request_id: str) -> bool:

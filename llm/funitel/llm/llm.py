@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, beam_requests, search_beams
 from funitel.llm.calls import CompletionJob, run_jobs
+from funitel.llm.handle import RequestHandle, StartedRequest
 from funitel.llm.loaded import LoadedModel
 from funitel.llm.outputs import (
     ClassificationRequestOutput,
@@ -21,8 +22,7 @@ from funitel.llm.outputs import (
 from funitel.llm.pooling import LoadedEncoder
 from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
-from funitel.llm.requests.handle import RequestHandle, StartedRequest
-from funitel.llm.requests.results import RequestResults
+from funitel.llm.results import RequestResults
 from funitel.llm.sampling import SamplingParams, is_int, params_for
 from funitel.model_server.hub import resolve
 from funitel.model_server.loading.encoder import holds_encoder

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from funitel.llm.ranks import LocalRanks
-from funitel.llm.shards import ShardProcesses
-from funitel.llm.threads import CLOSED, CLOSED_EARLY, ComputeThread, LoopThread
+from funitel.llm.workers.ranks import LocalRanks
+from funitel.llm.workers.shards import ShardProcesses
+from funitel.llm.workers.threads import CLOSED, CLOSED_EARLY, ComputeThread, LoopThread
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
@@ -48,7 +48,7 @@ class LoadedModel:
     def _load_shards(self, folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int) -> None:
         begun: list[ShardProcesses] = []
         with ExitStack() as undo:
-            undo.callback(lambda: [processes.close() for processes in begun])
+            undo.callback(_close_all, begun)
             undo.callback(self.loop.join)
             undo.callback(self.loop.close, _nothing)
             engine, self.vocab_size = self.loop.run(_start_shards(folder, shard, router, num_shard, begun))
@@ -84,6 +84,11 @@ async def _start(
     context = executor.spec.max_position_embeddings
     router = replace(router, max_batch_prefill_tokens=min(router.max_batch_prefill_tokens, context))
     return await start(LocalRanks(executor, info, compute), router, Metrics()), executor.spec.vocab_size
+
+
+def _close_all(begun: list[ShardProcesses]) -> None:
+    for processes in begun:
+        processes.close()
 
 
 async def _start_shards(

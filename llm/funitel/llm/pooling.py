@@ -4,6 +4,7 @@ import math
 import struct
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
@@ -17,7 +18,7 @@ from funitel.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from funitel.llm.threads import CLOSED, ComputeThread
+from funitel.llm.workers.threads import CLOSED, ComputeThread
 from funitel.model_server.loading.encoder import load_encoder
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import ContextTooLong, InvalidRequest, NotReady, StepFailed, WrongTask, translating
@@ -48,11 +49,10 @@ class LoadedEncoder:
         self._finalizer = weakref.finalize(self, _end, compute)
         self._compute = compute
         self._max_batch_tokens = max_batch_tokens
-        try:
+        with ExitStack() as undo:
+            undo.callback(compute.close)
             self._executor, info = compute.submit(lambda: load_encoder(settings, folder)).result()
-        except BaseException:
-            compute.close()
-            raise
+            undo.pop_all()
         assert info.encoder is not None, "an encoder says what it does"
         self.facts = info.encoder
         self._texts = EncodeCalls(ModelFiles(folder).tokenizer())

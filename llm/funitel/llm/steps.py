@@ -22,7 +22,7 @@ MAX_ID = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class QueryResult:
     """What a step gave for one query.
 
     Attributes:
@@ -102,11 +102,10 @@ class StepQueries:
         self._queries[self._last_id] = query
         return self._last_id
 
-    def infer(self) -> list[StepResult]:
+    def infer(self) -> list[QueryResult]:
         """Compute one step of all queries, in the order of their ids, within `max_step_tokens`.
 
-        A query whose prompt is not computed yet has no result. One whose last result was not committed gives the same
-        one again.
+        A query has no result before its prompt is computed. A result that was not committed comes again.
 
         Raises:
             FunitelError: the step failed, or the LLM was closed.
@@ -181,14 +180,14 @@ def _request(query: _Query, count: int) -> Request:
     return replace(request, output_ids=output_ids, stopping=stopping)
 
 
-def _result(query_id: int, query: _Query, generation: Generation) -> StepResult:
+def _result(query_id: int, query: _Query, generation: Generation) -> QueryResult:
     tokens, finished = generation.tokens, generation.finished
     is_end = len(query.tokens) + 1 >= query.max_new_tokens
     if finished is not None and (finished.finish_reason is not FinishReason.LENGTH or finished.stop_start is not None):
         is_end = True
     top = generation.top_tokens[0] if generation.top_tokens else None
     candidates = () if top is None else tuple(zip(top.ids, top.texts, top.logprobs, strict=True))
-    return StepResult(query_id, tokens.ids[0], tokens.texts[0], tokens.logprobs[0], candidates, is_end)
+    return QueryResult(query_id, tokens.ids[0], tokens.texts[0], tokens.logprobs[0], candidates, is_end)
 
 
 async def _step(engine: Engine, requests: list[Request]) -> list[Generation]:

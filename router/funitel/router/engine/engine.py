@@ -123,7 +123,7 @@ class Engine:
 
     def _in_flight(self, key: bytes) -> InFlight:
         found = self.requests.in_flight(key)
-        return found + self.paused.in_flight(key) if self.paused else found
+        return found + self.paused.in_flight(key) if self.paused.held else found
 
     def _resume(self, sequence: Sequence, stream: TokenStream) -> None:
         """Let a paused sequence go on."""

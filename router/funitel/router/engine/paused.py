@@ -22,7 +22,9 @@ from funitel.router.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class HeldSequence:
+    """A paused sequence, as it will go on."""
+
     sequence: Sequence
     timer: asyncio.TimerHandle | None  # of its deadline
 
@@ -49,18 +51,18 @@ class PausedRequests:
         self._can_resume = can_resume
         self._metrics = metrics
         self._is_closed = False
-        self._held: dict[TokenStream, _Held] = {}
+        self.held: dict[TokenStream, HeldSequence] = {}
         self._num_of_key: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     def __contains__(self, stream: TokenStream) -> bool:
-        return stream in self._held
+        return stream in self.held
 
     def in_flight(self, key: bytes) -> InFlight:
         """Count the paused requests: all, and those of an API key."""
-        return InFlight(len(self._held), self._num_of_key.get(key, 0))
+        return InFlight(len(self.held), self._num_of_key.get(key, 0))
 
     def pause(self, stream: TokenStream) -> bool:
         """Let a request compute nothing from its next step on; whether it did until now.
@@ -92,12 +94,12 @@ class PausedRequests:
     def close(self) -> None:
         """Let every paused request go on, and pause none from now on."""
         self._is_closed = True
-        for stream in tuple(self._held):
+        for stream in tuple(self.held):
             self.resume(stream)
 
     def fail_all(self, error: FunitelError) -> None:
         """End every paused request; clients get the error."""
-        for stream in tuple(self._held):
+        for stream in tuple(self.held):
             self._take(stream)
             stream.deliver(error)
 
@@ -107,12 +109,12 @@ class PausedRequests:
         deadline, timer = held.request.deadline, None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._expire, stream)
-        self._held[stream] = _Held(held, timer)
+        self.held[stream] = HeldSequence(held, timer)
         self._num_of_key[stream.request.key] += 1
         stream.move(partial(self._cancel, stream), "paused")
 
-    def _take(self, stream: TokenStream) -> _Held | None:
-        held = self._held.pop(stream, None)
+    def _take(self, stream: TokenStream) -> HeldSequence | None:
+        held = self.held.pop(stream, None)
         if held is None:
             return None
         if held.timer is not None:

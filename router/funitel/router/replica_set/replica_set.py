@@ -112,7 +112,7 @@ class ReplicaSet(Membership[ServingReplica]):
         for holder in self._holders():
             if holder.requests:
                 found += holder.requests.in_flight(key)
-        return found + self.paused.in_flight(key) if self.paused else found
+        return found + self.paused.in_flight(key) if self.paused.held else found
 
     def _can_resume(self) -> bool:
         return all(member.engine.can_resume for member in self._serving)

@@ -18,7 +18,7 @@ from funitel.router.core.beam_texts import completions_of
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
-from funitel.router.serving.running import RunningRequest
+from funitel.router.serving.running import ActiveRequest
 from funitel.router.serving.service import Service
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
@@ -138,7 +138,7 @@ def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractConte
     """List the HTTP request of some streams among those that run, as long as the block lasts."""
     service, account = job.service, job.arrived.account
     owner = b"" if account is None else account.owner
-    request = RunningRequest(request_context.current(), owner, streams, service.engine.paused)
+    request = ActiveRequest(request_context.current(), owner, streams, service.engine.paused)
     return service.running.entered(request)
 
 
@@ -285,6 +285,14 @@ def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> 
     queue = sum(answer.timings.queue_seconds for answer in answers)
     inference = sum(answer.timings.inference_seconds for answer in answers)
     num_tokens = sum(answer.finished.num_tokens for answer in answers)
+    life = spanning([answer.timings for answer in answers])
+    first = {}
+    if life.first_token is not None:
+        seconds = jobs[0].validation_seconds + life.first_token - life.submitted
+        first = {
+            "x-time-to-first-token": _milliseconds(seconds),
+            "x-tokens-per-second": f"{num_tokens / max(life.inference_seconds, 1e-6):.3f}",
+        }
     return stream_headers(*jobs) | {
         "x-total-time": _milliseconds(validation + queue + inference),
         "x-validation-time": _milliseconds(validation),
@@ -293,6 +301,7 @@ def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> 
         "x-time-per-token": _milliseconds(inference / max(num_tokens, 1)),
         "x-prompt-tokens": str(sum(len(request.input_ids) for request in _distinct(jobs))),
         "x-generated-tokens": str(num_tokens),
+        **first,
     }
 
 

@@ -20,7 +20,7 @@ class RunningState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class RunningRequest:
+class ActiveRequest:
     """One HTTP request and the streams of its sequences."""
 
     context: RequestContext
@@ -73,13 +73,13 @@ class RunningRequests:
     """The requests that run, in the order in which they began."""
 
     def __init__(self) -> None:
-        self._requests: dict[RunningRequest, None] = {}
+        self._requests: dict[ActiveRequest, None] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
     @contextmanager
-    def entered(self, request: RunningRequest) -> Iterator[None]:
+    def entered(self, request: ActiveRequest) -> Iterator[None]:
         """List a request as long as the block lasts."""
         self._requests[request] = None
         try:
@@ -87,6 +87,6 @@ class RunningRequests:
         finally:
             del self._requests[request]
 
-    def of(self, owner: bytes | None) -> list[RunningRequest]:
+    def of(self, owner: bytes | None) -> list[ActiveRequest]:
         """The requests of the API key of an owner; None for all."""
         return [request for request in self._requests if owner is None or request.owner == owner]

@@ -171,6 +171,8 @@ async def test_response_headers(client: httpx.AsyncClient) -> None:
     for name in ("total", "validation", "queue", "inference"):
         assert int(headers[f"x-{name}-time"]) >= 0
     assert int(headers["x-time-per-token"]) >= 0
+    assert 0 <= int(headers["x-time-to-first-token"]) <= int(headers["x-total-time"])
+    assert float(headers["x-tokens-per-second"]) > 0
     streamed = (await client.post("/generate_stream", json={"inputs": "Hé"})).headers
     assert streamed["x-compute-characters"] == "2"
     assert "x-total-time" not in streamed

@@ -196,8 +196,10 @@ def _chunk_choice(index: int, part: Part, body: ChatRequest) -> ChunkChoice:
 
 def _finish_reason(finished: Finished, body: ChatRequest) -> str:
     match finished.reason:
-        case EndReason.LENGTH | EndReason.ABORT as cut:
-            return cut.value
+        case EndReason.LENGTH:
+            return "length"
+        case EndReason.ABORT:
+            return "abort"
         case EndReason.TOOL_CALLS:
             return "function_call" if body.answers_functions else "tool_calls"
         case _:

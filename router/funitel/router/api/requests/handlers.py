@@ -1,6 +1,7 @@
 """Handle `/v1/requests`: the requests that run.
 
-A key sees its own requests. One whose scope names these routes, such as `/v1/requests*`, sees those of all keys.
+A key sees its own requests. A key with a scope that names these routes, such as `/v1/requests*`, sees those of all
+keys.
 """
 
 import time
@@ -14,7 +15,7 @@ from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import service_of
 from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
 from funitel.router.middleware.auth import account_of
-from funitel.router.serving.running import RunningRequest, RunningState
+from funitel.router.serving.running import ActiveRequest, RunningState
 
 PATH = "/v1/requests"
 _WORDS: dict[RunningState, Literal["waiting", "running", "paused"]] = {
@@ -53,13 +54,13 @@ async def resume(http: HttpRequest) -> Response:
     return json_answer(_record(found[0], time.monotonic()))
 
 
-def _visible(http: HttpRequest) -> list[RunningRequest]:
+def _visible(http: HttpRequest) -> list[ActiveRequest]:
     account = account_of(http.scope)
     sees_all = account is None or any(route.startswith(PATH) for route in account.key.routes)
     return service_of(http).running.of(None if account is None or sees_all else account.owner)
 
 
-def _found(http: HttpRequest) -> list[RunningRequest]:
+def _found(http: HttpRequest) -> list[ActiveRequest]:
     """The requests of the id in the path: clients may give several the same."""
     request_id = http.path_params["request_id"]
     found = [request for request in _visible(http) if request.has_id(request_id)]
@@ -68,7 +69,7 @@ def _found(http: HttpRequest) -> list[RunningRequest]:
     return found
 
 
-def _record(request: RunningRequest, now: float) -> RequestRecord:
+def _record(request: ActiveRequest, now: float) -> RequestRecord:
     context = request.context
     return RequestRecord(
         id=context.request_id,

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +41,11 @@ class ShardProcesses:
             num_threads=threads,
             exit_with_parent=os.getpid(),
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for rank in range(num_shard):
                 self._start(folder, replace(flags, rank=rank))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _start(self, folder: Path, settings: ModelServerSettings) -> None:
         command = [

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from funitel.llm.calls import CompletionJob
 from funitel.llm.outputs import RequestOutput
-from funitel.llm.requests.results import RequestResults, RequestState
+from funitel.llm.results import RequestResults, RequestState
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router.core.stream import Event, TokenStream
 from funitel.router.engine.engine import Engine

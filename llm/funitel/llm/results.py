@@ -25,7 +25,7 @@ class RequestState(Enum):
     FINISHED = "finished"
     STOPPED = "stopped"  # by `stop`; its results stay
     ABORTED = "aborted"  # by `abort` or `release`; it has no results
-    FAILED = "failed"  # the error is raised by whoever reads
+    FAILED = "failed"  # reading raises the error
 
     @property
     def is_last(self) -> bool:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from funitel.llm.threads import ComputeThread
+from funitel.llm.workers.threads import ComputeThread
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.interface import PendingStep
 from funitel.proto.errors import InvalidRequest, StepFailed, translating

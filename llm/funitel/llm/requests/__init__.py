@@ -1,1 +1,0 @@
-"""Requests that are started: their handles and their results."""
