@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Self
 
+
 from funitel.llm.handle import RequestHandle
 from funitel.llm.llm import LLM
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.prompts import Prompt
-from funitel.llm.requests.handle import RequestHandle
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import InvalidRequest, NotReady
 
