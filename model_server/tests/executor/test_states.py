@@ -1,5 +1,6 @@
 """Sequences with states through the executor: any batch, chunks, joins, preemption, bounds and accounts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import transformers
 from funitel.model_server.device.host_memory import AvailableMemory
 from funitel.model_server.executor import pool_sizing
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.executor.pool_sizing import PoolRoom, num_state_slots
+from funitel.model_server.executor.pool_sizing import PoolDemand, PoolRoom, num_pool_blocks, num_state_slots
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.lookup import spec_of
@@ -193,3 +194,11 @@ def test_accounts_are_right_at_published_sizes() -> None:
     assert num_state_slots(room, layout.bytes_per_slot, 64, has_prefix_cache=False) == 65
     assert room.without(125 * layout.bytes_per_slot).usual == 20_000_000_000 - 125 * 79_036_416
     assert num_state_slots(room, layout.bytes_per_slot, 1000) == 126
+
+
+def test_blocks_that_keep_nothing_are_as_many_as_some_contexts_take() -> None:
+    room = PoolRoom(1 << 30, 1 << 30, None, "a test", "memory of a test")
+    demand = PoolDemand(context=1000, block_size=16, num_rows=4)
+    assert num_pool_blocks(demand, room, 1 << 20, 1 << 20)[0] == 1 << 20
+    empty = num_pool_blocks(replace(demand, empty=True), room, 1 << 20, 1 << 20)[0]
+    assert empty == pool_sizing.USUAL_CONTEXTS * 63

@@ -103,6 +103,7 @@ class PoolDemand:
     """What a pool is for: sequences of at most `context` tokens, `num_rows` of them at once, in blocks of `block_size`.
 
     `asked_tokens` is the size that was asked for. Else a sequence of `longest` tokens has room, if that was asked for.
+    Where blocks are `empty`, as of a model that keeps states alone, memory says nothing of how many there should be.
     """
 
     context: int
@@ -110,13 +111,15 @@ class PoolDemand:
     num_rows: int
     longest: int | None = None
     asked_tokens: int | None = None
+    empty: bool = False
 
     def usual(self, room: PoolRoom, usual_blocks: int) -> tuple[int, str]:
         """Blocks where no size is asked for, at most `usual_blocks`, and what limits them."""
-        if room.contexts is None:
+        contexts = room.contexts if room.contexts is not None or not self.empty else USUAL_CONTEXTS
+        if contexts is None:
             return usual_blocks, room.limit
         # A block may be a whole context, such as a state.
-        contexts = max(room.contexts, self.num_rows) if self.block_size >= self.context else room.contexts
+        contexts = max(contexts, self.num_rows) if self.block_size >= self.context else contexts
         most = contexts * -(-self.context // self.block_size)
         if usual_blocks <= most:
             return usual_blocks, room.limit

@@ -230,6 +230,7 @@ class Warmup:
             num_rows=num_rows(limits.max_batch_size),
             longest=limits.max_total_tokens,
             asked_tokens=limits.max_batch_total_tokens,
+            empty=block_bytes < options.block_size,  # keys and values take two bytes a token at least
         )
         # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
         most, usual = (

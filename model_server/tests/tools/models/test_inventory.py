@@ -57,6 +57,8 @@ def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides(
     assert "all-minilm-l6-v2" in found["catalogue"]
     text = list_all(is_json=False)
     assert all(name in text for name in (*FAMILIES, *SEQ2SEQ, *ENCODERS, *found["catalogue"]))
+    assert all(name in text for name in found["through_transformers"])
+    assert rows["MambaForCausalLM"]["fused"] == "no: layers with a state (mamba)"
 
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
@@ -99,7 +101,7 @@ def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:
         told(folder, num_shard=7)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear", "falcon_h1", "minimax", "mamba"])
 def test_states_are_counted_as_they_are_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ZOO[name].save(tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -175,6 +177,10 @@ LEFT_TO_TORCH = {
     "Llama4ForCausalLM": "no: qk_norm plain",
     "Mistral4ForCausalLM": "no: query_growth",
     "PhimoeForCausalLM": "no: experts.score sparsemixer",
+    "GraniteMoeHybridForCausalLM": "no: layers with a state (mamba2)",
+    "JambaForCausalLM": "no: layers with a state (mamba)",
+    "KimiLinearForCausalLM": "no: layers with a state (delta_net)",
+    "MiniMaxForCausalLM": "no: layers with a state (lightning)",
     "NemotronHForCausalLM": "no: layers with a state (mamba2)",
     "Qwen3NextForCausalLM": "no: layers with a state (delta_net)",
     "Qwen3_5MoeForCausalLM": "no: layers with a state (delta_net)",

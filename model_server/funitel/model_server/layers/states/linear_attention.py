@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 
 CHUNK = 64  # tokens that are computed with matrix products; within a chunk the work grows with the square
-SPAN = 8 * CHUNK  # tokens whose chunks are computed at once: what they need in between grows with it
-_BLOCK = 16  # tokens whose decays of each row are multiplied pair by pair
+SPAN = 8 * CHUNK  # tokens of which the chunks are computed at once; the memory in between grows with it
+_BLOCK = 16  # tokens of which the decays of each row are multiplied pair by pair
 
 
 def attend(

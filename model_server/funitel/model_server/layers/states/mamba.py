@@ -12,7 +12,7 @@ from funitel.model_server.layers.states.state_scan import Convolution, StateScan
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.state_layers import MambaSpec
 
-_CHUNK = 64  # tokens whose decays are there at once
+_CHUNK = 64  # tokens of which the decays are there at once
 
 
 class Mamba:

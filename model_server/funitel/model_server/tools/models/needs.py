@@ -68,7 +68,8 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] =
     num_slots = min((num_state_slots(room, each, USUAL_BATCH_SIZE) for each in states), default=0)
     room = room.without(num_slots * max(states, default=0))
     num_blocks = min(room.usual // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
-    demand = PoolDemand(context=facts.context, block_size=size, num_rows=USUAL_BATCH_SIZE)
+    is_empty = all(each.bytes_per_block < size for each in pools)
+    demand = PoolDemand(context=facts.context, block_size=size, num_rows=USUAL_BATCH_SIZE, empty=is_empty)
     num_blocks, _ = demand.usual(room, num_blocks)
     return replace(
         facts,

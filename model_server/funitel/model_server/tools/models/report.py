@@ -1,6 +1,7 @@
 """Print the output of `funitel models`, what is served and what a model needs: text, or one JSON object."""
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.model_server.tools.models.estimate import needs_of
 from funitel.model_server.tools.models.needs import Needs
 from funitel.proto.errors import UnsupportedModel
+
+_LINE = 120  # characters
 
 # What configurations say at least, for families of which transformers has no class with defaults.
 _PLAIN: Mapping[str, Any] = {
@@ -103,10 +106,10 @@ def list_all(*, is_json: bool) -> str:
     )
     heads = ("architecture", "kind", "split over shards", "prefix cache", "precisions", "fused C++ step")
     rest = (
-        f"{len(others)} more run through transformers in floating point, split over shards where it has a plan for "
-        "that; --json names them."
+        f"{len(others)} more run through transformers in floating point, split over shards where it has a plan for it:"
     )
-    return "\n\n".join((names, _table(heads, [_row(each) for each in served]), rest))
+    named = textwrap.fill(", ".join(others), _LINE, break_long_words=False)
+    return "\n\n".join((names, _table(heads, [_row(each) for each in served]), f"{rest}\n{named}"))
 
 
 def _row(each: ServedArchitecture) -> tuple[str, ...]:
