@@ -58,6 +58,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("funitel_state_slots", "state"): "`used`, `free`, or `cached` (free, and kept as a checkpoint)",
     ("funitel_sequences", "state"): "`waiting` or `running`",
     ("funitel_replicas", "state"): "`serving` or `lost`",
+    ("funitel_batch_requests", "state"): "`completed`, `failed`, or `retried`: it will be run again",
     ("funitel_expired", "state"): "`arriving`, `waiting` or `running`",
     ("funitel_refused", "reason"): "the limit: [scheduling](scheduling.md#admission-and-refusal)",
 }

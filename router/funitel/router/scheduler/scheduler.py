@@ -20,8 +20,9 @@ from collections.abc import Sequence as Seq
 from math import inf
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StateSave, StepResult
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.background import BackgroundShare
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.cost.ttft_estimate import TtftEstimator
@@ -41,6 +42,7 @@ class Scheduler:
         self.policy = policy
         self.blocks = blocks
         self.step_time = StepCostModel(policy.target_gap_seconds)
+        self.background = BackgroundShare(self.step_time)
         self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
         self.num_preempted = 0
@@ -110,20 +112,31 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
-        if self._in_flight and self._victim() is not None:
+        if self._in_flight and (self._victim() is not None or self._is_all_background):
             return None  # what is in flight comes first
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
         return self._mixed_step(may_enter=True)
 
+    @property
+    def _is_all_background(self) -> bool:
+        """Whether there are batches alone: no step is planned ahead then, so that another request waits for one."""
+        return self.shares.has_background and not self.shares.has_foreground
+
     def _mixed_step(self, *, may_enter: bool, may_hold: bool = True) -> StepPlan | None:
         """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
-        holds_background = may_hold and self._holds_background(may_enter=may_enter)
-        part = self._running.decode(holds_background=holds_background)
+        holds_background, most_seconds = may_hold and self._holds_background(may_enter=may_enter), None
+        max_background = 0 if holds_background else None
+        if may_hold and not holds_background and self._limits_background:
+            max_background, most_seconds = self.background.max_rows(self.running.values())
+        part = self._running.decode(max_background)
+        self.background.num_held = part.num_held
+        if any(not is_background(sequence.request.key) for sequence in part.with_pending):
+            most_seconds = None  # what others have left to compute is not bounded for batches
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(
-                self._budget(part.load),
+                self._budget(part.load, most_seconds),
                 part.computed,
                 part.with_pending,
                 may_enter=may_enter,
@@ -138,9 +151,14 @@ class Scheduler:
             return self._mixed_step(may_enter=may_enter, may_hold=False)
         return plan
 
+    @property
+    def _limits_background(self) -> bool:
+        """Whether there are sequences of batches that could sit a step out."""
+        return self.policy.is_chunked and self.shares.has_background and not self.bisector.on_trial
+
     def _holds_background(self, *, may_enter: bool) -> bool:
         """Whether sequences of batches sit the next step out: another has its first token before it."""
-        if not self.policy.is_chunked or not self.shares.has_background or self.bisector.on_trial:
+        if not self._limits_background:
             return False
         return bool(may_enter and self.waiting.num_foreground) or self._running.awaits_first_token()
 
@@ -153,15 +171,17 @@ class Scheduler:
             saves = self._checkpoints.save(sequence, begun, begun + count)
         return RowUpdate(sequence_id, granted, count if pending > 1 else None, saves)
 
-    def _budget(self, load: StepLoad) -> ChunkBudget:
-        """What may be computed of prompts beside the decoding sequences of `load`."""
+    def _budget(self, load: StepLoad, most_seconds: float | None = None) -> ChunkBudget:
+        """What may be computed of prompts beside the decoding sequences of `load`, in a step of so many seconds."""
         max_tokens = self.policy.max_batch_prefill_tokens
         if self.bisector.max_tokens is not None:
             max_tokens = min(max_tokens, self.bisector.max_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(max_tokens), load=load)
         has_several_keys = self.shares.num_known_keys > 1 or self.shares.has_background
-        return self.step_time.budget(max_tokens, load, has_several_keys=has_several_keys)
+        return self.step_time.budget(
+            max_tokens, load, has_several_keys=has_several_keys, most_seconds=most_seconds or None
+        )
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
@@ -205,6 +225,7 @@ class Scheduler:
         if not computed:
             return None
         predicted = self.step_time.seconds(load)
+        self.background.note_step(has_foreground=self.shares.has_foreground)
         copies = self.blocks.host.take_copies() if self.blocks.host.num_slots else ()
         plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted)
         self._in_flight.append(plan)
