@@ -110,7 +110,7 @@ def _check_line(line: _Line, rules: InputRules, seen: dict[str, int]) -> str | B
     def wrong(code: str, message: str, param: str | None = None) -> BatchError:
         return BatchError(code, shortened(message, 400), line.number, param)
 
-    if line.length > rules.max_line_bytes + 1:
+    if line.length - line.content.endswith(b"\n") > rules.max_line_bytes:
         return wrong("request_too_large", f"a line has at most {rules.max_line_bytes} bytes. Given: {line.length}")
     try:
         request = parse_object(line.content)

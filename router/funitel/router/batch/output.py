@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from funitel.router.batch.folder import BatchFolder, PartialFile
 from funitel.router.batch.formats import EXPIRED, error_line, new_id
-from funitel.router.batch.records import RequestResult, BatchStatus, StoredBatch, StoredFile
+from funitel.router.batch.records import BatchStatus, RequestResult, StoredBatch, StoredFile
 from funitel.router.batch.store import BatchStore, StoreThread
 
 RESULTS_A_TURN = 200

@@ -18,9 +18,9 @@ from funitel.proto.errors import StorageFailed
 from funitel.router.batch.records import (
     BatchError,
     BatchRequest,
+    BatchStatus,
     Page,
     RequestResult,
-    BatchStatus,
     StoredBatch,
     StoredFile,
 )
