@@ -235,3 +235,24 @@ async def _interactive(http: httpx.AsyncClient, count: int) -> list[float]:
 
 def _p99(seconds: list[float]) -> float:
     return quantiles(seconds, n=100, method="inclusive")[98]
+
+
+def test_a_batch_of_embeddings(tmp_path: Path) -> None:
+    url, count = "/v1/embeddings", 40
+    flags = ("--model-id", "all-minilm-l6-v2", "--device", "cpu", "--batch-dir", str(tmp_path / "batches"))
+    with serving(tmp_path, *flags) as server:
+        client = client_for(server)
+        lines = [
+            {"custom_id": f"r{i}", "method": "POST", "url": url, "body": {"model": "tgi", "input": f"Text {i}"}}
+            for i in range(count)
+        ]
+        content = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+        file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+        found = ended(client, batch)
+        output = results(client, found.output_file_id)
+        assert [each["custom_id"] for each in output] == [f"r{i}" for i in range(count)]
+        vector = output[3]["response"]["body"]["data"][0]["embedding"]
+        alone = client.embeddings.create(model="tgi", input="Text 3", encoding_format="float").data[0].embedding
+        assert vector == pytest.approx(alone, abs=1e-4)
+        assert "Traceback" not in server.log.read_text()

@@ -26,7 +26,8 @@ Other clients, from LangChain to coding agents, are in [clients.md](clients.md),
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "OpenAI's API",
-        "`pip install openai`. What each field does is in [openai.md](openai.md) and [responses.md](responses.md).",
+        "`pip install openai`. What each field does is in [openai.md](openai.md) and [responses.md](responses.md); "
+        "batches need `--batch-dir` ([batch.md](batch.md)).",
         (
             "openai_chat",
             "openai_stream",
@@ -34,6 +35,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "openai_json_schema",
             "openai_completions",
             "openai_responses",
+            "openai_batch",
         ),
     ),
     (

@@ -68,6 +68,7 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("vllm:lora_requests_info", "max_lora"): "`--max-loras`",
     ("vllm:lora_requests_info", "running_lora_adapters"): "names of adapters that requests use, comma-separated",
     ("vllm:lora_requests_info", "waiting_lora_adapters"): "names of adapters that requests wait for, comma-separated",
+    ("funitel_batch_requests", "state"): "`completed`, `failed`, or `retried`: it will be run again",
     ("funitel_expired", "state"): "`arriving`, `waiting` or `running`",
     ("funitel_refused", "reason"): "the limit: [scheduling](scheduling.md#admission-and-refusal)",
 }

@@ -14,7 +14,8 @@ collect_ignore = ["third_party"]  # needs environments of its own: `make clients
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The demo model, one shard."""
     flags = ("--model-id", "smollm2-135m-instruct", "--dtype", "float32", "--max-batch-total-tokens", "8192")
-    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
+    batches = ("--batch-dir", str(tmp_path_factory.mktemp("batches")))
+    with serving(tmp_path_factory.mktemp("server"), *flags, *batches) as running:
         yield running
         assert "Traceback" not in running.log.read_text(), running.tail()
 

@@ -10,6 +10,9 @@ from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Sequence, background_key, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.admission import Admission, InFlight, Reservations
+from funitel.router.scheduler.background import ALONE_SECONDS, QUIET_STEPS, BackgroundShare
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.scheduler.waiting_queue import FairShares
@@ -185,3 +188,82 @@ def test_prompts_of_batches_do_not_count_as_queued_for_others() -> None:
         scheduler.add(make_sequence(i, 8, 5, key=BATCH))
     admission = Admission(4, max_queued_tokens=32)
     assert admission.check(make_sequence(9, 30, 5, key=b"a"), InFlight(0, 0), scheduler) is None
+
+
+def test_steps_of_batches_alone_are_not_planned_ahead() -> None:
+    loop = Loop()
+    loop.add(0, key=BATCH)
+    first = loop.scheduler.schedule()
+    assert first is not None
+    assert loop.scheduler.schedule() is None
+    loop.add(1, key=b"b")
+    second = loop.scheduler.schedule()
+    assert second is not None
+    assert set(second.computed) == {1}
+    loop.scheduler.commit(first, loop.shard.step(first), 0.01)
+    loop.scheduler.commit(second, loop.shard.step(second), 0.01)
+
+
+def _learnt(fixed: float, of_a_row: float) -> StepCostModel:
+    costs = StepCostModel(None)
+    for count in (1, 8, 2, 16, 4, 32, 1, 8) * 20:
+        costs.observe(StepLoad(count, count * 10), fixed + of_a_row * count)
+    return costs
+
+
+def _rows(count: int, key: bytes) -> list[Sequence]:
+    return [make_sequence(i, 10, 5, key=key) for i in range(count)]
+
+
+def test_batches_have_a_quarter_of_a_step_beside_others_and_all_once_it_is_quiet() -> None:
+    share = BackgroundShare(_learnt(0.010, 0.001))
+    share.num_quiet_steps = 0
+    rows, seconds = share.max_rows([*_rows(4, b"b"), *_rows(40, BATCH)])
+    assert seconds == pytest.approx(1.25 * 0.014, rel=0.05)
+    assert 2 <= rows <= 4  # 3.5 ms
+    rows, seconds = share.max_rows(_rows(40, BATCH))
+    assert seconds == pytest.approx(1.25 * 0.011, rel=0.05)
+    assert 2 <= rows <= 4
+    for _ in range(QUIET_STEPS):
+        share.num_quiet_steps += 1
+    assert share.max_rows(_rows(40, BATCH)) == (40, ALONE_SECONDS)
+    rows, _ = share.max_rows(_rows(400, BATCH))
+    assert 80 <= rows <= 100  # 100 ms
+    share = BackgroundShare(_learnt(0.200, 0.001))
+    assert share.max_rows(_rows(40, BATCH)) == (1, ALONE_SECONDS)
+
+
+def test_before_anything_is_known_batches_are_not_bounded() -> None:
+    share = BackgroundShare(StepCostModel(None))
+    share.num_quiet_steps = 0
+    assert share.max_rows([*_rows(1, b"b"), *_rows(3, BATCH)]) == (3, 0.0)
+
+
+def test_rows_beyond_the_share_sit_out_oldest_first_and_all_end() -> None:
+    loop = Loop(num_blocks=400)
+    loop.scheduler.step_time = costs = _learnt(0.010, 0.002)
+    loop.scheduler.background = BackgroundShare(costs)
+    other = loop.add(0, max_new_tokens=40, key=b"b")
+    batch = [loop.add(i, max_new_tokens=4, key=BATCH) for i in range(1, 9)]
+    seen = set()
+    for _ in range(60):
+        plan = loop.step()
+        if plan is not None:
+            seen.add(loop.scheduler.background.num_held)
+    assert max(seen) >= 4
+    assert len(other.output_ids) == 40
+    assert all(len(each.output_ids) == 4 for each in batch)
+
+
+def test_prompts_of_batches_beside_a_stream_have_what_is_left_of_the_step() -> None:
+    costs = _learnt(0.010, 0.001)
+    for count in (8, 16, 32, 64, 128, 8, 16, 32) * 10:
+        load = StepLoad(2, 20)
+        load.add_chunk(0, count)
+        costs.observe(load, 0.012 + 0.0002 * count)
+    costs.observe(StepLoad(2, 20), 0.012)  # else the next step measures one
+    load = StepLoad(2, 20)
+    usual = costs.budget(4096, StepLoad(2, 20)).fit(0, 1000)
+    of_batches = costs.budget(4096, load, most_seconds=1.25 * 0.012).fit(0, 1000)
+    assert of_batches < usual
+    assert 4 <= of_batches <= 18  # 3 ms

@@ -13,7 +13,8 @@ from funitel.model_server.layers.attention import Attention, LatentAttention
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps, place
 from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
-from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer, StateLayer
+from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
+from funitel.model_server.models.mixer import AttentionBesideState, Mixer, StateLayer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,19 @@ def _takers(decoder: Decoder) -> Iterator[Taker]:
 def _of_layer(layer: AnyLayer) -> Iterator[Taker]:
     """What computes every token of a step by its own weights: not experts, which compute some."""
     mixer = layer.mixer if isinstance(layer, SingleBlockLayer) else layer.attention
-    if isinstance(mixer, Attention):
+    if mixer is not None:
+        yield from _of_mixer(mixer)
+    mlp = layer.mlp.mlp if isinstance(layer.mlp, MlpAndExperts) else layer.mlp
+    if isinstance(mlp, Mlp):
+        yield mlp.up
+        yield mlp.down
+
+
+def _of_mixer(mixer: Mixer) -> Iterator[Taker]:
+    if isinstance(mixer, AttentionBesideState):
+        yield from _of_mixer(mixer.attention)
+        yield from _of_mixer(mixer.state)
+    elif isinstance(mixer, Attention):
         yield mixer.qkv
         yield mixer.out
         if mixer.gate is not None:
@@ -78,7 +91,3 @@ def _of_layer(layer: AnyLayer) -> Iterator[Taker]:
     elif isinstance(mixer, StateLayer):
         yield mixer.mixer.inputs
         yield mixer.mixer.out
-    mlp = layer.mlp.mlp if isinstance(layer.mlp, MlpAndExperts) else layer.mlp
-    if isinstance(mlp, Mlp):
-        yield mlp.up
-        yield mlp.down

@@ -110,7 +110,7 @@ def _check_line(line: _Line, rules: InputRules, seen: dict[str, int]) -> str | B
     def wrong(code: str, message: str, param: str | None = None) -> BatchError:
         return BatchError(code, shortened(message, 400), line.number, param)
 
-    if line.length > rules.max_line_bytes + 1:
+    if line.length - line.content.endswith(b"\n") > rules.max_line_bytes:
         return wrong("request_too_large", f"a line has at most {rules.max_line_bytes} bytes. Given: {line.length}")
     try:
         request = parse_object(line.content)
@@ -166,7 +166,7 @@ def _shown(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchAnswer:
     """What a route answered to a request: `body` is JSON, `retry_after` in seconds where it asked for patience."""
 
     status: int
@@ -185,7 +185,7 @@ def new_id(kind: str) -> str:
     return f"{kind}{uuid.uuid4().hex}"
 
 
-def answer_line(request: BatchRequest, answer: Answer) -> RequestResult:
+def answer_line(request: BatchRequest, answer: BatchAnswer) -> RequestResult:
     """The line of a request that was answered."""
     # The body is JSON already: it is put in as it is, which takes no time whatever its size.
     head = {"id": new_id("batch_req_"), "custom_id": request.custom_id}
@@ -202,7 +202,7 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
     return json.dumps(line).encode()
 
 
-def internal_answer(error: FunitelError, request_id: str) -> Answer:
-    """The answer of a request whose route failed without one."""
+def internal_answer(error: FunitelError, request_id: str) -> BatchAnswer:
+    """The answer of a request where its route failed without one."""
     body = {"error": {"message": error.public_message, "type": "server_error", "param": None, "code": error.error_type}}
-    return Answer(500, json.dumps(body).encode(), request_id)
+    return BatchAnswer(500, json.dumps(body).encode(), request_id)

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from funitel.router.batch.folder import BatchFolder, PartialFile
 from funitel.router.batch.formats import EXPIRED, error_line, new_id
-from funitel.router.batch.records import RequestResult, Status, StoredBatch, StoredFile
+from funitel.router.batch.records import BatchStatus, RequestResult, StoredBatch, StoredFile
 from funitel.router.batch.store import BatchStore, StoreThread
 
 RESULTS_A_TURN = 200
 PURPOSE = "batch_output"
 
 
-async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBatch, status: Status) -> None:
+async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBatch, status: BatchStatus) -> None:
     """Write the results of a batch to files, and end it with `status`.
 
     Of a batch that has expired, what was not run is an error; of one that was cancelled it is left out. Until the store
@@ -55,13 +55,13 @@ async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBat
     await store(BatchStore.end_batch, ended, list(files.values()), now)
 
 
-def _write(parts: dict[bool, PartialFile], rows: Sequence[RequestResult], status: Status) -> int:
+def _write(parts: dict[bool, PartialFile], rows: Sequence[RequestResult], status: BatchStatus) -> int:
     """Append results; returns how many requests have expired without one."""
     num_expired = 0
     for row in rows:
         content = row.content
         if content is None:
-            if status is not Status.EXPIRED:
+            if status is not BatchStatus.EXPIRED:
                 continue
             num_expired += 1
             content = error_line(row.custom_id, EXPIRED, "the batch expired before this request was run")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class BatchStatus(StrEnum):
     """The state of a batch, in OpenAI's words."""
 
     VALIDATING = "validating"
@@ -23,7 +23,7 @@ class Status(StrEnum):
         return self in _ENDED
 
 
-_ENDED = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})
+_ENDED = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class StoredBatch:
     created_at: int
     expires_at: int
     metadata: Mapping[str, str] | None = None
-    status: Status = Status.VALIDATING
-    times: Mapping[Status, int] = field(default_factory=dict)
+    status: BatchStatus = BatchStatus.VALIDATING
+    times: Mapping[BatchStatus, int] = field(default_factory=dict)
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

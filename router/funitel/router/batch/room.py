@@ -31,7 +31,7 @@ class Room:
             return num_in_flight < max(1, self._max_requests // MAX_SHARE_UNSEEN)
         if num_in_flight >= max(1, self._max_requests // MAX_SHARE):
             return False
-        if any(scheduler.waiting.num_foreground for scheduler in schedulers):
+        if any(scheduler.waiting.num_foreground or scheduler.background.num_held for scheduler in schedulers):
             return False
         num_entering = num_in_flight - sum(_num_running(scheduler) for scheduler in schedulers)
         free = sum(map(_has_room, schedulers))

@@ -18,7 +18,7 @@ from funitel.proto.errors import FunitelError, StorageFailed
 from funitel.router.batch.active import ActiveBatch
 from funitel.router.batch.folder import BatchFolder
 from funitel.router.batch.formats import (
-    Answer,
+    BatchAnswer,
     CheckModel,
     InputCheck,
     InputRules,
@@ -29,7 +29,7 @@ from funitel.router.batch.formats import (
     parse_object,
 )
 from funitel.router.batch.output import write_output
-from funitel.router.batch.records import BatchError, BatchRequest, Status, StoredBatch
+from funitel.router.batch.records import BatchError, BatchRequest, BatchStatus, StoredBatch
 from funitel.router.batch.store import BatchStore, StoreThread, storage_errors
 from funitel.router.core.background_tasks import Tasks
 
@@ -48,7 +48,7 @@ _FAILED = frozenset({424, 500, 502, 504})
 class Execute(Protocol):
     """Runs requests as if they had come by HTTP."""
 
-    async def run(self, endpoint: str, body: bytes, owner: str, request_id: str) -> Answer | None:
+    async def run(self, endpoint: str, body: bytes, owner: str, request_id: str) -> BatchAnswer | None:
         """Answer one request; None where its owner's key is not valid any more."""
 
     def model_check(self, owner: str) -> CheckModel:
@@ -137,24 +137,24 @@ class BatchRunner:
     def take(self, batch: StoredBatch) -> None:
         """Go on with a batch where it is."""
         match batch.status:
-            case Status.VALIDATING:
+            case BatchStatus.VALIDATING:
                 self._begin(batch, self._validate(batch))
-            case Status.IN_PROGRESS:
+            case BatchStatus.IN_PROGRESS:
                 self._active[batch.id] = ActiveBatch(batch)
-            case Status.FINALIZING:
-                self._begin(batch, self._end(batch, Status.COMPLETED))
-            case Status.CANCELLING:
-                self._begin(batch, self._end(batch, Status.CANCELLED))
+            case BatchStatus.FINALIZING:
+                self._begin(batch, self._end(batch, BatchStatus.COMPLETED))
+            case BatchStatus.CANCELLING:
+                self._begin(batch, self._end(batch, BatchStatus.CANCELLED))
             case _:
                 return
         self._wake.set()
 
     async def cancel(self, batch: StoredBatch) -> StoredBatch:
         """Cancel a batch that is validated or in progress; its results so far are kept."""
-        of = (Status.VALIDATING, Status.IN_PROGRESS)
-        found = await self._store(BatchStore.set_status, batch.id, Status.CANCELLING, self.now(), of=of)
+        of = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+        found = await self._store(BatchStore.set_status, batch.id, BatchStatus.CANCELLING, self.now(), of=of)
         assert found is not None, "batches are never deleted"
-        if found.status is Status.CANCELLING and batch.status is not Status.CANCELLING:
+        if found.status is BatchStatus.CANCELLING and batch.status is not BatchStatus.CANCELLING:
             validating = self._busy.get(batch.id)
             if validating is not None:
                 validating.cancel()
@@ -224,7 +224,7 @@ class BatchRunner:
             await self._store(BatchStore.fail_batch, batch.id, check.errors, self.now())
             return
         begun = await self._store(BatchStore.begin, batch.id, check.num_requests, self.now())
-        if begun is not None and begun.status is Status.IN_PROGRESS:
+        if begun is not None and begun.status is BatchStatus.IN_PROGRESS:
             self.take(begun)
 
     # Requests -------------------------------------------------------------------------------------------------------
@@ -235,26 +235,26 @@ class BatchRunner:
             batch = active.batch
             if self._clock() >= batch.expires_at:
                 await self._stop(batch.id)
-                await self._finish(batch, Status.EXPIRED)
+                await self._finish(batch, BatchStatus.EXPIRED)
             elif active.is_done:
                 del self._active[batch.id]
-                await self._finish(batch, Status.COMPLETED)
+                await self._finish(batch, BatchStatus.COMPLETED)
         while self._has_room(self.num_running) and (chosen := await self._next()) is not None:
             self._start(chosen, chosen.next.popleft())
         self._metrics.set_batches(len(self._active) + len(self._busy), self.num_running)
 
-    async def _finish(self, batch: StoredBatch, status: Status) -> None:
-        """Write the files of a batch whose requests have ended."""
-        if status is Status.COMPLETED:
-            of = (Status.IN_PROGRESS,)
+    async def _finish(self, batch: StoredBatch, status: BatchStatus) -> None:
+        """Write the files of a batch once its requests have ended."""
+        if status is BatchStatus.COMPLETED:
+            of = (BatchStatus.IN_PROGRESS,)
             try:
-                await self._store(BatchStore.set_status, batch.id, Status.FINALIZING, self.now(), of=of)
+                await self._store(BatchStore.set_status, batch.id, BatchStatus.FINALIZING, self.now(), of=of)
             except StorageFailed as error:
                 await self._fail(batch, error)
                 return
         self._begin(batch, self._end(batch, status))
 
-    async def _end(self, batch: StoredBatch, status: Status) -> None:
+    async def _end(self, batch: StoredBatch, status: BatchStatus) -> None:
         latest = await self._store(BatchStore.batch, batch.id)
         assert latest is not None, "batches are never deleted"
         await write_output(self._store, self._folder, latest, status)
@@ -321,7 +321,7 @@ class BatchRunner:
             file.seek(request.offset)
             return json.dumps(parse_object(file.read(request.length))["body"]).encode()
 
-    async def _record(self, batch: StoredBatch, request: BatchRequest, answer: Answer) -> None:
+    async def _record(self, batch: StoredBatch, request: BatchRequest, answer: BatchAnswer) -> None:
         try:
             was_written = await self._store(BatchStore.record, batch.id, answer_line(request, answer))
         except StorageFailed as error:

@@ -18,9 +18,9 @@ from funitel.proto.errors import StorageFailed
 from funitel.router.batch.records import (
     BatchError,
     BatchRequest,
+    BatchStatus,
     Page,
     RequestResult,
-    Status,
     StoredBatch,
     StoredFile,
 )
@@ -92,10 +92,9 @@ class BatchStore:
             try:
                 yield self._db
                 self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # a full disk may have ended it
+            finally:
+                if self._db.in_transaction:  # it failed; a full disk may have ended it
                     self._db.execute("ROLLBACK")
-                raise
 
     def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with storage_errors():
@@ -104,7 +103,7 @@ class BatchStore:
     # Files ----------------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile) -> None:
-        """Add the record of a file whose content is in the folder."""
+        """Add the record of a file; its content is in the folder."""
         with self._transaction() as db:
             _insert_file(db, file)
 
@@ -124,7 +123,7 @@ class BatchStore:
 
     def remove_file(self, id: str, owner: str) -> str | None:
         """Forget a file, unless a batch that has not ended reads it: returns the id of that batch."""
-        ended = [status for status in Status if status.has_ended]
+        ended = [status for status in BatchStatus if status.has_ended]
         with self._transaction() as db:
             users = db.execute(
                 f"SELECT id FROM batches WHERE input_file_id = ? AND status NOT IN ({_marks(ended)}) LIMIT 1",
@@ -188,12 +187,12 @@ class BatchStore:
 
     def unfinished(self) -> list[StoredBatch]:
         """The batches of all owners that have not ended, oldest first."""
-        ended = [status for status in Status if status.has_ended]
+        ended = [status for status in BatchStatus if status.has_ended]
         query = f"SELECT {_BATCH} FROM batches WHERE status NOT IN ({_marks(ended)}) ORDER BY place"
         return list(map(_batch, self._rows(query, *ended)))
 
     def set_status(
-        self, id: str, status: Status, now: int, *, of: Iterable[Status], errors: Iterable[BatchError] = ()
+        self, id: str, status: BatchStatus, now: int, *, of: Iterable[BatchStatus], errors: Iterable[BatchError] = ()
     ) -> StoredBatch | None:
         """Move a batch to a status if it is in one of `of`; returns the batch as it is then, None if it is unknown."""
         with self._transaction() as db:
@@ -204,9 +203,9 @@ class BatchStore:
         self,
         db: sqlite3.Connection,
         id: str,
-        status: Status,
+        status: BatchStatus,
         now: int,
-        of: Iterable[Status],
+        of: Iterable[BatchStatus],
         errors: tuple[BatchError, ...] = (),
     ) -> bool:
         allowed = tuple(of)
@@ -219,15 +218,15 @@ class BatchStore:
 
     def fail_batch(self, id: str, errors: Iterable[BatchError], now: int) -> None:
         """End a batch that cannot be run, and forget its requests."""
-        unfinished = [status for status in Status if not status.has_ended]
+        unfinished = [status for status in BatchStatus if not status.has_ended]
         with self._transaction() as db:
-            if self._enter(db, id, Status.FAILED, now, unfinished, tuple(errors)):
+            if self._enter(db, id, BatchStatus.FAILED, now, unfinished, tuple(errors)):
                 db.execute("DELETE FROM requests WHERE batch = ?", (id,))
 
     # Requests -------------------------------------------------------------------------------------------------------
 
     def clear_requests(self, id: str) -> None:
-        """Forget the requests of a batch whose validation begins anew."""
+        """Forget the requests of a batch before its validation begins anew."""
         with self._transaction() as db:
             db.execute("DELETE FROM requests WHERE batch = ?", (id,))
 
@@ -241,7 +240,7 @@ class BatchStore:
         """Move a batch that is valid to `in_progress`; it may have been cancelled meanwhile."""
         with self._transaction() as db:
             db.execute("UPDATE batches SET num_requests = ? WHERE id = ?", (num_requests, id))
-            self._enter(db, id, Status.IN_PROGRESS, now, [Status.VALIDATING])
+            self._enter(db, id, BatchStatus.IN_PROGRESS, now, [BatchStatus.VALIDATING])
         return self.batch(id)
 
     def pending(self, id: str, after: int, limit: int) -> list[BatchRequest]:
@@ -258,7 +257,7 @@ class BatchStore:
             written = db.execute(
                 "UPDATE requests SET is_success = ?, content = ? WHERE batch = ? AND line = ? AND is_success IS NULL "
                 "AND EXISTS (SELECT 1 FROM batches WHERE id = ? AND status = ?)",
-                (result.is_success, result.content, id, result.line, id, Status.IN_PROGRESS),
+                (result.is_success, result.content, id, result.line, id, BatchStatus.IN_PROGRESS),
             )
             if not written.rowcount:
                 return False
@@ -280,7 +279,7 @@ class BatchStore:
         with self._transaction() as db:
             for file in files:
                 _insert_file(db, file)
-            unfinished = [status for status in Status if not status.has_ended]
+            unfinished = [status for status in BatchStatus if not status.has_ended]
             self._enter(db, batch.id, batch.status, now, unfinished)
             db.execute(
                 "UPDATE batches SET output_file_id = ?, error_file_id = ?, num_failed = ? WHERE id = ?",
@@ -322,8 +321,8 @@ def _file(row: tuple[Any, ...]) -> StoredFile:
 def _batch(row: tuple[Any, ...]) -> StoredBatch:
     values = dict(zip(_BATCH.split(", "), row, strict=True))
     values["metadata"] = json.loads(values["metadata"])
-    values["status"] = Status(values["status"])
-    values["times"] = {Status(name): at for name, at in json.loads(values["times"]).items()}
+    values["status"] = BatchStatus(values["status"])
+    values["times"] = {BatchStatus(name): at for name, at in json.loads(values["times"]).items()}
     values["errors"] = tuple(BatchError(**each) for each in json.loads(values["errors"]))
     return StoredBatch(**values)
 

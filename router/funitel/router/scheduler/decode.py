@@ -27,6 +27,7 @@ class DecodePart:
     load: StepLoad = field(default_factory=StepLoad)
     spare_blocks: int | None = None  # that no sequence must have; None: not counted yet
     num_reserved: int = 0  # blocks that drafts leave free
+    num_held: int = 0  # of batches, that sit the step out
 
 
 class RunningSet:
@@ -116,20 +117,24 @@ class RunningSet:
             for sequence in self._not_plain.values()
         )
 
-    def decode(self, *, holds_background: bool = False, num_reserved: int = 0) -> DecodePart:
+    def decode(self, max_background: int | None = None, *, num_reserved: int = 0) -> DecodePart:
         """Let every decoding sequence compute a token in the next step, and grant all of them the blocks they need.
 
-        One that ends with a step in flight computes nothing, and with `holds_background` those of batches do not.
+        One that ends with a step in flight computes nothing. Of batches so many, the oldest, compute; others are held.
         Drafts leave `num_reserved` blocks free.
         """
         part = DecodePart(num_reserved=num_reserved)
         computed = part.computed
-        num_plain = context = 0
+        num_plain = context = num_background = 0
         charged: Counter[bytes] = Counter()
         for i, sequence in self.by_id.items():
-            if holds_background and is_background(sequence.request.key):
-                part.updates[i] = (), HELD
-            elif sequence.num_plain_steps:
+            if max_background is not None and is_background(sequence.request.key):
+                num_background += 1
+                if num_background > max_background:
+                    part.updates[i] = (), HELD
+                    part.num_held += 1
+                    continue
+            if sequence.num_plain_steps:
                 sequence.num_plain_steps -= 1
                 if not sequence.num_plain_steps:
                     self._not_plain[i] = sequence

@@ -22,9 +22,10 @@ from dataclasses import replace
 from math import inf
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StateSave, StepResult
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.beam_planner import BeamPlanner
+from funitel.router.scheduler.background import BackgroundShare
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.draft_gain import DraftGain
 from funitel.router.scheduler.cost.step_cost import StepCostModel
@@ -46,6 +47,7 @@ class Scheduler:
         self.blocks = blocks
         self.step_time = StepCostModel(policy.target_gap_seconds)
         self.draft_gain = DraftGain()
+        self.background = BackgroundShare(self.step_time)
         self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
         self.num_preempted = 0
@@ -122,17 +124,30 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
-        if self._in_flight and self._victim() is not None:
+        if self._in_flight and (self._victim() is not None or self._is_all_background):
             return None  # what is in flight comes first
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
         return self._mixed_step(may_enter=True)
 
+    @property
+    def _is_all_background(self) -> bool:
+        """Whether there are batches alone: no step is planned ahead then, so that another request waits for one."""
+        return self.shares.has_background and not self.shares.has_foreground
+
     def _mixed_step(self, *, may_enter: bool, may_hold: bool = True) -> StepPlan | None:
         """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
-        holds_background = may_hold and self._holds_background(may_enter=may_enter)
+        holds_background, max_background, most_seconds = False, None, None
+        if may_hold and self._limits_background:
+            holds_background = self._holds_background(may_enter=may_enter)
+            max_background = 0
+            if not holds_background:
+                max_background, most_seconds = self.background.max_rows(self.running.values())
         num_reserved = self._beams.missing_blocks() if self._searching else 0
-        part = self._running.decode(holds_background=holds_background, num_reserved=num_reserved)
+        part = self._running.decode(max_background, num_reserved=num_reserved)
+        self.background.num_held = part.num_held
+        if most_seconds is not None and any(not is_background(sequence.request.key) for sequence in part.with_pending):
+            most_seconds = None  # what others have left to compute is not bounded for batches
         if self._running.num_speculating:
             part.load.num_drafts = round(self.draft_gain.drafts_per_row * part.load.num_decodes)
             self._running.drafts_pay = self.draft_gain.pays(self.step_time.token_share(part.load))
@@ -140,7 +155,7 @@ class Scheduler:
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(
-                self._budget(part.load),
+                self._budget(part.load, most_seconds),
                 part.computed,
                 part.with_pending,
                 may_enter=may_enter,
@@ -155,10 +170,13 @@ class Scheduler:
             return self._mixed_step(may_enter=may_enter, may_hold=False)
         return plan
 
+    @property
+    def _limits_background(self) -> bool:
+        """Whether there are sequences of batches that could sit a step out."""
+        return self.policy.is_chunked and self.shares.has_background and not self.bisector.on_trial
+
     def _holds_background(self, *, may_enter: bool) -> bool:
         """Whether sequences of batches sit the next step out: another has its first token before it."""
-        if not self.policy.is_chunked or not self.shares.has_background or self.bisector.on_trial:
-            return False
         return bool(may_enter and self.waiting.num_foreground) or self._running.awaits_first_token()
 
     def _update(self, sequence_id: int, granted: tuple[int, ...], pending: int, count: int) -> RowUpdate:
@@ -181,15 +199,17 @@ class Scheduler:
         sequence.has_drafts = pays
         return sequence.request.speculate if pays else 0
 
-    def _budget(self, load: StepLoad) -> ChunkBudget:
-        """What may be computed of prompts beside the decoding sequences of `load`."""
+    def _budget(self, load: StepLoad, most_seconds: float | None = None) -> ChunkBudget:
+        """What may be computed of prompts beside the decoding sequences of `load`, in a step of so many seconds."""
         max_tokens = self.policy.max_batch_prefill_tokens
         if self.bisector.max_tokens is not None:
             max_tokens = min(max_tokens, self.bisector.max_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(max_tokens), load=load)
         has_several_keys = self.shares.num_known_keys > 1 or self.shares.has_background
-        return self.step_time.budget(max_tokens, load, has_several_keys=has_several_keys)
+        return self.step_time.budget(
+            max_tokens, load, has_several_keys=has_several_keys, most_seconds=most_seconds or None
+        )
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
@@ -234,6 +254,7 @@ class Scheduler:
         if not computed and beams is None:
             return None
         predicted = self.step_time.seconds(load)
+        self.background.num_quiet_steps = 0 if self.shares.has_foreground else self.background.num_quiet_steps + 1
         copies = self.blocks.host.take_copies() if self.blocks.host.num_slots else ()
         plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted, beams)
         self._in_flight.append(plan)

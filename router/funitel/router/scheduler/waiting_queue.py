@@ -102,6 +102,11 @@ class FairShares:
         return is_background(key), self.tokens_of(key), self._sequences[key]
 
     @property
+    def has_foreground(self) -> bool:
+        """Whether a key that is no background one has sequences."""
+        return self._num_busy[False] > 0
+
+    @property
     def has_background(self) -> bool:
         """Whether a background key has sequences."""
         return self._num_busy[True] > 0

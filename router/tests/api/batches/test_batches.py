@@ -507,3 +507,63 @@ async def test_a_full_disk_fails_the_batch_in_one_clear_line(
         assert found["output_file_id"] is None
     with sqlite3.connect(tmp_path / "b" / "batches.sqlite3") as db:
         assert db.execute("SELECT count(*) FROM requests").fetchone() == (0,)
+
+
+# Another router takes over ------------------------------------------------------------------------------------------
+
+
+async def test_a_router_that_hands_over_gives_the_folder_to_the_next(
+    serve: Serve, engine: FakeEngine, tmp_path: Path
+) -> None:
+    engine.pause = 0.02
+    folder = str(tmp_path / "b")
+    async with serve(engine, batch_dir=folder) as first, serve(FakeEngine(), batch_dir=folder) as second:
+        batch = await create(first, await upload(first, jsonl(*(line(f"r{i}") for i in range(80)))))
+
+        async def has_some() -> bool:
+            found = (await first.get(f"/v1/batches/{batch['id']}")).json()
+            return bool(found["request_counts"]["completed"] >= 2)
+
+        await eventually(has_some, "some results")
+        transport = first._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        transport.app.state.service.drain.hand_over()  # type: ignore[attr-defined]
+
+        async def is_taken() -> bool:
+            return (await second.get("/v1/batches")).status_code == 200
+
+        await eventually(is_taken, "taken")
+        assert (await first.get("/v1/batches")).status_code == 503
+        found = await ended(second, batch)
+        output = await lines_of(second, found["output_file_id"])
+        assert [each["custom_id"] for each in output] == [f"r{i}" for i in range(80)]
+
+
+async def test_a_drain_starts_no_requests_and_lets_those_under_way_end(
+    serve: Serve, engine: FakeEngine, tmp_path: Path
+) -> None:
+    engine.pause = 0.02
+    async with serve(engine, batch_dir=str(tmp_path / "b")) as client:
+        batch = await create(client, await upload(client, jsonl(*(line(f"r{i}") for i in range(200)))))
+
+        async def has_some() -> bool:
+            return len(engine.requests) >= 10
+
+        await eventually(has_some, "some requests")
+        transport = client._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        drain = transport.app.state.service.drain  # type: ignore[attr-defined]
+        drain.begin()
+        count = len(engine.requests)
+
+        async def has_drained() -> bool:
+            return bool(drain.num_running == 0)
+
+        await eventually(has_drained, "drained")
+        assert len(engine.requests) <= count + 1
+        assert not engine.cancelled
+    async with serve(FakeEngine(), batch_dir=str(tmp_path / "b")) as client:
+        found = (await client.get(f"/v1/batches/{batch['id']}")).json()
+        assert found["request_counts"]["completed"] + found["request_counts"]["failed"] <= 200
+        found = await ended(client, batch)
+        assert found["request_counts"]["completed"] == 200

@@ -12,12 +12,12 @@ from funitel.router.api.batches.schema import BatchList, BatchObject, CreateBatc
 from funitel.router.api.common.body import json_answer, read_body
 from funitel.router.api.common.handler import service_of
 from funitel.router.batch.formats import new_id
-from funitel.router.batch.records import Status, StoredBatch
+from funitel.router.batch.records import BatchStatus, StoredBatch
 from funitel.router.batch.store import BatchStore
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_WINDOW_SECONDS = 7 * 86_400
-CANCELLABLE = (Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING)
+CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
 
 
 async def create(http: HttpRequest) -> Response:
@@ -71,7 +71,7 @@ async def cancel(http: HttpRequest) -> Response:
     batch = await _batch(http)
     if batch.status in CANCELLABLE:
         batch = await (await batches_of(http).opened()).runner.cancel(batch)
-    if batch.status not in (Status.CANCELLING, Status.CANCELLED):
+    if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         raise InvalidRequest(f"a batch that is {batch.status} cannot be cancelled", "batch_id")
     return json_answer(BatchObject.of(batch))
 

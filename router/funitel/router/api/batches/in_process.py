@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from funitel.proto.errors import Forbidden
 from funitel.router.auth.accounts import Account, Accounts
-from funitel.router.batch.formats import Answer, CheckModel
+from funitel.router.batch.formats import BatchAnswer, CheckModel
 from funitel.router.middleware.auth import act_in_background
 
 
@@ -23,7 +23,7 @@ class InProcess:
         self._accounts = accounts
         self._app = app
 
-    async def run(self, endpoint: str, body: bytes, owner: str, request_id: str) -> Answer | None:
+    async def run(self, endpoint: str, body: bytes, owner: str, request_id: str) -> BatchAnswer | None:
         """Answer one request; None where its owner's key is not valid any more."""
         account = self._account(owner)
         if (owner != "") != self._accounts.is_asked_for or (owner and account is None):
@@ -50,7 +50,7 @@ class InProcess:
 
         await self._app()(scope, receive, send)
         retry_after = headers.get(b"retry-after", b"")
-        return Answer(
+        return BatchAnswer(
             status,
             bytes(content).replace(b"\n", b" ") or b"null",
             request_id,

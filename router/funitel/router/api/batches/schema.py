@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from funitel.router.api.common.schema_base import Body, Metadata
 from funitel.router.batch.formats import Endpoint
-from funitel.router.batch.records import Status, StoredBatch, StoredFile
+from funitel.router.batch.records import BatchStatus, StoredBatch, StoredFile
 
 MAX_LISTED = 100
 MAX_FILES_LISTED = 10_000
@@ -154,13 +154,13 @@ class BatchObject(BaseModel):
                 total=batch.num_requests, completed=batch.num_completed, failed=batch.num_failed
             ),
             metadata=None if batch.metadata is None else dict(batch.metadata),
-            in_progress_at=batch.times.get(Status.IN_PROGRESS),
-            finalizing_at=batch.times.get(Status.FINALIZING),
-            completed_at=batch.times.get(Status.COMPLETED),
-            failed_at=batch.times.get(Status.FAILED),
-            expired_at=batch.times.get(Status.EXPIRED),
-            cancelling_at=batch.times.get(Status.CANCELLING),
-            cancelled_at=batch.times.get(Status.CANCELLED),
+            in_progress_at=batch.times.get(BatchStatus.IN_PROGRESS),
+            finalizing_at=batch.times.get(BatchStatus.FINALIZING),
+            completed_at=batch.times.get(BatchStatus.COMPLETED),
+            failed_at=batch.times.get(BatchStatus.FAILED),
+            expired_at=batch.times.get(BatchStatus.EXPIRED),
+            cancelling_at=batch.times.get(BatchStatus.CANCELLING),
+            cancelled_at=batch.times.get(BatchStatus.CANCELLED),
         )
 
 

@@ -33,7 +33,7 @@ from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, conversation
 from funitel.router.chat.run import count_prompt_tokens
 from funitel.router.core import request_context
-from funitel.router.middleware.auth import tenant_of
+from funitel.router.middleware.auth import is_background_request, tenant_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
@@ -50,6 +50,8 @@ async def create(incoming: IncomingRequest) -> Response:
     owner = tenant_of(incoming.http.scope)
     store = store_of(incoming.http)
     begun = _begun(incoming.service, body)
+    if is_background_request(incoming.http.scope):  # its answer is in the batch's output
+        begun.store = False
     if body.background and not begun.store:
         raise InvalidRequest("`background` needs `store`", "background")
     items = conversation(body, store, owner, max_stored_bytes=incoming.service.settings.payload_limit)

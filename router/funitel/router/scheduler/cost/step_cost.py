@@ -97,20 +97,27 @@ class StepCostModel:
             self._shared_tail.observe(seconds / max(plain + self._shared.predict(load), 1e-9))
         self._shared.observe(load, max(0.0, seconds - plain), plain)
 
-    def budget(self, max_tokens: int, load: StepLoad, *, has_several_keys: bool = False) -> ChunkBudget:
+    def budget(
+        self, max_tokens: int, load: StepLoad, *, has_several_keys: bool = False, most_seconds: float | None = None
+    ) -> ChunkBudget:
         """At most `max_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
 
-        None at all in the few steps that measure what decoding alone takes.
+        None at all in the few steps that measure what decoding alone takes. Prompts of batches have `most_seconds`, for
+        the whole step.
         """
         if load.num_decodes == 0:
             most = min(max_tokens, self._alone.max_tokens(ALONE_GROWTH))
             fixed = self._alone.fixed_seconds
             seconds = IDLE_STEP_SECONDS_OF_SEVERAL if has_several_keys else IDLE_STEP_SECONDS
+            seconds = min(seconds, most_seconds or seconds)
             urgent = Allowance(most, IDLE_STEP_SECONDS - fixed)
             return ChunkBudget(Allowance(most, seconds - fixed), self._alone.costs, load, urgent)
         if self.target_gap_seconds is None and self._must_probe(load.num_decodes):
             return ChunkBudget(Allowance(0), load=load)
         usual = self._allowance(max_tokens, load, GAP_FACTOR, SHARED_GROWTH)
+        if most_seconds is not None:
+            left = most_seconds - self.plain_seconds(load) - self._shared.fixed_seconds
+            usual = Allowance(usual.tokens, min(usual.seconds, left))
         urgent = usual
         if self.target_gap_seconds is None:
             urgent = self._allowance(max_tokens, load, URGENT_FACTOR, URGENT_GROWTH)
