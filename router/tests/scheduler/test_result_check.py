@@ -16,6 +16,11 @@ def token(request_id: int) -> Generation:
     return Generation(request_id, Tokens((5,), (-1.0,), ("x",), (False,)))
 
 
+def drafted(request_id: int) -> Generation:
+    tokens = Tokens((5, 6), (-1.0, -1.0), ("x", "y"), (False, False))
+    return Generation(request_id, tokens, num_accepted=1)
+
+
 def last(request_id: int) -> Generation:
     return replace(token(request_id), finished=GeneratedText("x", 1, FinishReason.LENGTH))
 
@@ -41,6 +46,11 @@ def planned() -> tuple[Scheduler, StepPlan]:
         ((token(0), token(1), token(1)), (), "a request got tokens twice in one step"),
         ((token(0), token(1), token(9)), (), "request 9 got tokens, which computed nothing in the step"),
         ((token(0), token(1), token(2)), (), "request 2 got tokens before all of its prompt was computed"),
+        (
+            (token(0), drafted(1)),
+            (),
+            "request 1 had 1 drafts accepted, it may have 0 and one token more",
+        ),
         ((token(0), token(1)), (0,), "request 0 was dropped before its end"),
         ((token(0), token(1)), (2,), "request 2 was dropped before its end"),
     ],

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from funitel.proto.errors import ContextTooLong, InvalidRequest
+from funitel.proto.strategy import DecodingStrategy
 from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.core.request import Limits
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
@@ -271,3 +272,13 @@ def test_an_api_names_fields_in_its_own_words() -> None:
 def test_what_a_client_sent_is_quoted_as_it_is() -> None:
     with pytest.raises(InvalidRequest, match=r"Given: \$inputs `inputs`$"), named(inputs="messages"):
         check_parameters(SamplingRequest(adapter_id="$inputs `inputs`"), "Hi", LIMITS, SETTINGS, stream=False)
+
+
+def test_speculation_is_the_servers_unless_a_request_says_less() -> None:
+    limits = replace(LIMITS, max_speculate=4)
+    asked = {None: 4, 0: 0, 3: 3}
+    for given, expected in asked.items():
+        assert build_request(SamplingRequest(speculate=given), "Hi", [1], limits).speculate == expected
+    assert build_request(SamplingRequest(), "Hi", [1], LIMITS).speculate == 0
+    mirostat = SamplingRequest(do_sample=True, strategy=DecodingStrategy(mirostat=2))
+    assert build_request(mirostat, "Hi", [1], limits).speculate == 0

@@ -37,7 +37,7 @@ def test_an_expression_uses_names_that_exist(expression: str) -> None:
 
 def test_labels_are_those_of_the_metrics() -> None:
     labels = {label for expression in EXPRESSIONS for label in _LABELS_AFTER_BY.findall(expression)}
-    assert labels == {"le", "err", "status", "state", "method", "rank", "reason"}
+    assert labels == {"le", "err", "status", "state", "method", "rank", "reason", "outcome"}
 
 
 def test_every_panel_can_be_read() -> None:

@@ -49,6 +49,7 @@ OURS = {
     "funitel_forwards_total": "counter",
     "funitel_forward_rows": "histogram",
     "funitel_forward_tokens_total": "counter",
+    "funitel_draft_tokens_total": "counter",
     "funitel_weight_bytes": "gauge",
     "funitel_sharded_weight_bytes": "gauge",
     "funitel_kv_bytes": "gauge",
@@ -112,6 +113,8 @@ def test_a_step() -> None:
             num_forwards=1,
             num_forward_rows=3,
             num_forward_tokens=20,
+            num_draft_tokens=5,
+            num_accepted_tokens=2,
         ),
         StepResult((), None, forward_ns=2 * 10**6, total_ns=3, num_forwards=1, concat_ns=5),
     ]
@@ -122,6 +125,8 @@ def test_a_step() -> None:
     assert 'funitel_forwards_total{rank="1"} 1.0' in text
     assert "funitel_forward_rows_sum 3.0" in text
     assert "funitel_forward_tokens_total 20.0" in text
+    assert 'funitel_draft_tokens_total{outcome="accepted"} 2.0' in text
+    assert 'funitel_draft_tokens_total{outcome="rejected"} 3.0' in text
     assert 'tgi_batch_forward_duration_sum{method="decode"} 0.002' in text
     assert 'tgi_batch_inference_success{method="decode"} 1.0' in text
     assert 'tgi_batch_concat_duration_count{method="decode"} 1.0' in text
