@@ -36,6 +36,11 @@ def sampling(width: int = 2, length_penalty: float = 1.0, **fields: Any) -> Samp
     return SamplingRequest(beams=beams, **fields)
 
 
+def check(asked: SamplingRequest, limits: Limits = LIMITS, *, stream: bool = False) -> None:
+    assert asked.beams is not None
+    check_beams(asked, asked.beams, limits, SETTINGS, stream=stream)
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -57,7 +62,7 @@ def sampling(width: int = 2, length_penalty: float = 1.0, **fields: Any) -> Samp
 )
 def test_contradictions_are_refused_by_name(asked: SamplingRequest, says: str) -> None:
     with pytest.raises(BrokenRule) as raised:
-        check_beams(asked, LIMITS, SETTINGS, stream=False)
+        check(asked)
     error = raised.value.error({})
     assert isinstance(error, InvalidRequest)
     assert error.message == says
@@ -67,18 +72,18 @@ def test_contradictions_are_refused_by_name(asked: SamplingRequest, says: str) -
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0, "seed": 3}])
 def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     asked = sampling(**fields)
-    check_beams(asked, LIMITS, SETTINGS, stream=False)
+    check(asked)
     plain = without_sampling(asked)
     assert (plain.do_sample, plain.temperature, plain.top_p, plain.seed) == (False, None, None, None)
 
 
 def test_streams_and_shards_that_cannot_fork_are_refused() -> None:
     with pytest.raises(BrokenRule) as raised:
-        check_beams(sampling(), LIMITS, SETTINGS, stream=True)
+        check(sampling(), stream=True)
     assert raised.value.error({}).message.startswith("`use_beam_search` is not available when `stream` is true")
     without = Limits(max_input_tokens=100, max_total_tokens=200, pool_tokens=400)
     with pytest.raises(BrokenRule) as raised:
-        check_beams(sampling(), without, SETTINGS, stream=False)
+        check(sampling(), without)
     assert raised.value.error({}).message.startswith("`use_beam_search` is not supported by the shards of this server")
 
 

@@ -39,11 +39,10 @@ _EXCLUDED = (
 )
 
 
-def check_beams(sampling: SamplingRequest, limits: Limits, settings: RouterSettings, *, stream: bool) -> None:
+def check_beams(
+    sampling: SamplingRequest, beams: BeamRequest, limits: Limits, settings: RouterSettings, *, stream: bool
+) -> None:
     """Raise BrokenRule where a request asks for a beam search, and for what none has."""
-    beams = sampling.beams
-    if beams is None:
-        return
     if stream:
         raise BrokenRule("use_beam_search", "`$use_beam_search` is not available when `stream` is true", True)
     if not limits.max_beams:
@@ -70,9 +69,7 @@ def _shown(value: Any) -> str:
 
 
 def without_sampling(sampling: SamplingRequest) -> SamplingRequest:
-    """The same, after `check_beams`, with nothing said of how tokens are drawn where beams are searched."""
-    if sampling.beams is None:
-        return sampling
+    """The same, after `check_beams`, with nothing said of how tokens are drawn."""
     return replace(sampling, do_sample=False, best_of=None, seed=None, **GREEDY)
 
 

@@ -163,8 +163,9 @@ async def _checked(
     """The request of checked parameters and a tokenized prompt; raises BrokenRule."""
     limits, tokenizer = service.engine.limits, service.tokenizer
     sampling = with_truncation(sampling, limits)
-    check_beams(sampling, limits, service.settings, stream=stream)
-    sampling = without_sampling(sampling)
+    if sampling.beams is not None:
+        check_beams(sampling, sampling.beams, limits, service.settings, stream=stream)
+        sampling = without_sampling(sampling)
     check_parameters(sampling, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(sampling, tokenizer.num_tokens)
     language = sampling.target_language
