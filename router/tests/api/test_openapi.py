@@ -46,6 +46,10 @@ DELIBERATE = {
     "GET /v1/models": _NO_404,
     "POST /invocations 200 application/json": "an array, as on / (contract 5.12); TGI's document says an object",
     "Prompt": "an empty list has no prompt; TGI refuses it too (contract 6.2)",
+    **dict.fromkeys(
+        ("BestOfSequence.finish_reason", "Details.finish_reason", "StreamDetails.finish_reason"),
+        "`abort` of a request that DELETE /v1/requests/{id} ended",
+    ),
     "CompletionComplete.finish_reason": "null until a stream's text ends, as OpenAI's (contract 6.8)",
     "CompletionComplete.logprobs": "OpenAI's object; TGI's are always null (contract 6.2)",
     "ChatRequest.logit_bias": "OpenAI's map; TGI documents a list and ignores it (contract 6.1)",
