@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Self
 
-
 from funitel.llm.handle import RequestHandle
 from funitel.llm.llm import LLM
 from funitel.llm.outputs import RequestOutput

@@ -35,6 +35,11 @@ class DraftPools:
         """See Pools."""
         return self.target.state_layout
 
+    @property
+    def has_parted_blocks(self) -> bool:
+        """See Pools."""
+        return self.target.has_parted_blocks
+
     def make(self, num_blocks: int) -> KVCache:
         """See Pools."""
         cache = self.target.make(num_blocks)

@@ -24,8 +24,8 @@ from math import inf
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StateSave, StepResult
 from funitel.router.core.request import Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.beam_planner import BeamPlanner
 from funitel.router.scheduler.background import BackgroundShare
+from funitel.router.scheduler.beam_planner import BeamPlanner
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.draft_gain import DraftGain
 from funitel.router.scheduler.cost.step_cost import StepCostModel
