@@ -12,6 +12,7 @@ with requiring("server", "funitel.llm"):
     from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from funitel.llm.handle import RequestHandle
     from funitel.llm.llm import LLM
+    from funitel.llm.lora import LoRARequest
     from funitel.llm.outputs import (
         ClassificationRequestOutput,
         CompletionOutput,
@@ -37,6 +38,7 @@ __all__ = [
     "FunitelError",
     "Grammar",
     "InvalidRequest",
+    "LoRARequest",
     "Logprob",
     "RequestHandle",
     "RequestMetrics",

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from funitel.llm.handle import RequestHandle
 from funitel.llm.llm import LLM
+from funitel.llm.lora import LoRARequest
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.prompts import Prompt
 from funitel.llm.sampling import SamplingParams
@@ -94,7 +95,12 @@ class AsyncLLM:
     # Requests
 
     def start_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestHandle:
         """Begin to complete a prompt, and return at once.
 
@@ -102,6 +108,7 @@ class AsyncLLM:
             prompt: a text or token ids.
             sampling_params: the model's recommended sampling when not given; `output_kind` says what outputs have.
             request_id: a random one when not given.
+            lora_request: the adapter that the prompt is completed with; None for none.
 
         Raises:
             InvalidRequest: the prompt or a parameter is invalid, or a request of this id has not ended.
@@ -111,18 +118,24 @@ class AsyncLLM:
         running = self._handles.get(request_id)
         if running is not None and not running.is_finished:
             raise InvalidRequest(f"request_id must be new, given {request_id!r} of a request that runs", "request_id")
-        handle = self.llm.start_request(prompt, sampling_params, request_id=request_id)
+        handle = self.llm.start_request(prompt, sampling_params, request_id=request_id, lora_request=lora_request)
         self._handles[request_id] = handle
         return handle
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt; yield outputs as `output_kind` says, the last one with `finished`.
 
         Leaving early aborts the request. Raises as `start_request`, and what ended the request.
         """
-        handle = await asyncio.to_thread(self.start_request, prompt, sampling_params, request_id=request_id)
+        handle = await asyncio.to_thread(
+            self.start_request, prompt, sampling_params, request_id=request_id, lora_request=lora_request
+        )
         try:
             async for output in handle:
                 yield output

@@ -13,7 +13,7 @@ from funitel.proto.errors import FunitelError, Incomplete, InvalidRequest
 from funitel.proto.step import SamplingParams, StoppingParams
 from funitel.router.core.beam_group import BeamEnding
 from funitel.router.core.beam_search import BeamParams, EarlyStopping, Hypothesis
-from funitel.router.core.request import Limits, Request
+from funitel.router.core.request import Adapter, Limits, Request
 from funitel.router.engine.engine import Engine
 from funitel.router.serving.beam_request import MAX_LENGTH_PENALTY, needed_blocks, searched
 from funitel.router.text.tokenizer import TokenCodec
@@ -94,8 +94,10 @@ class BeamSearchOutput:
     sequences: tuple[BeamSearchSequence, ...]
 
 
-def beam_requests(prompts: Sequence[EncodedPrompt], params: BeamSearchParams, limits: Limits) -> list[Request]:
-    """Make the request of each prompt.
+def beam_requests(
+    prompts: Sequence[EncodedPrompt], params: BeamSearchParams, limits: Limits, adapter: Adapter | None = None
+) -> list[Request]:
+    """Make the request of each prompt, with an adapter if one is given.
 
     Raises:
         InvalidRequest: a prompt leaves no room, the beams never fit, or the model has none.
@@ -122,6 +124,7 @@ def beam_requests(prompts: Sequence[EncodedPrompt], params: BeamSearchParams, li
             input_ids=prompt.ids,
             sampling=SamplingParams(),
             stopping=StoppingParams(max_new_tokens=max_new_tokens, ignore_eos=params.ignore_eos),
+            adapter=adapter,
         )
         beams = BeamParams(
             width=params.beam_width,

@@ -12,7 +12,7 @@ from funitel.llm.prompts import EncodedPrompt, numbered, room_for
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import FunitelError, Incomplete
 from funitel.proto.step import StoppingParams
-from funitel.router.core.request import Limits, Request
+from funitel.router.core.request import Adapter, Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.engine import Engine
 from funitel.router.serving.run import spanning
@@ -36,6 +36,7 @@ class CompletionJob:
         limits: Limits,
         vocab_size: int,
         banned_tokens: tuple[tuple[int, ...], ...] = (),
+        adapter: Adapter | None = None,
     ) -> Self:
         """Validate a prompt's length and its parameters against the vocabulary, and make its requests.
 
@@ -58,6 +59,7 @@ class CompletionJob:
                 top_n_tokens=params.logprobs or 0,
                 prefill_logprobs=params.prompt_logprobs is not None,
                 prompt_logprobs=params.prompt_logprobs,
+                adapter=adapter,
             )
             for sampling in params.for_engine(banned_tokens)
         ]

@@ -13,6 +13,7 @@ from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, beam_req
 from funitel.llm.calls import CompletionJob, run_jobs
 from funitel.llm.handle import RequestHandle, StartedRequest
 from funitel.llm.loaded import LoadedModel
+from funitel.llm.lora import LoRARequest, adapter_of
 from funitel.llm.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -63,6 +64,9 @@ class LLM:
         max_batch_total_tokens: int | None = None,
         max_batch_size: int | None = None,
         chat_special_tokens: bool = False,
+        enable_lora: bool = False,
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
     ) -> None:
         """Fetch or convert the model if necessary, load it and size its pool. None means the server's default.
 
@@ -83,6 +87,9 @@ class LLM:
             max_batch_total_tokens: size of the KV pool in tokens.
             max_batch_size: maximum of running sequences.
             chat_special_tokens: whether control tokens in the texts of a conversation are control tokens.
+            enable_lora: whether calls may name LoRA adapters.
+            max_loras: maximum of adapters in memory, for which the KV pool leaves room.
+            max_lora_rank: maximum of the rank of an adapter.
 
         Raises:
             StartupError: an argument is invalid for the model or the machine.
@@ -98,7 +105,10 @@ class LLM:
             max_batch_prefill_tokens=max_batch_prefill_tokens,
             max_batch_total_tokens=max_batch_total_tokens,
             max_batch_size=max_batch_size,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
         )
+        self._takes_adapters = enable_lora
         try:
             cache_dir = cache_dir or os.environ.get("FUNITEL_CACHE")
             folder = resolve.resolve(str(model), revision=revision, cache_dir=cache_dir).folder
@@ -110,6 +120,8 @@ class LLM:
                 block_size=block_size,
                 cuda_memory_fraction=cuda_memory_fraction,
                 num_threads=num_threads,
+                max_lora_rank=max_lora_rank if enable_lora else 0,
+                reserved_loras=max_loras if enable_lora else 0,
             )
             router = RouterSettings(
                 max_total_tokens=max_total_tokens,
@@ -117,6 +129,7 @@ class LLM:
                 or min(DEFAULT_PREFILL_TOKENS, max_batch_total_tokens or DEFAULT_PREFILL_TOKENS),
                 max_batch_total_tokens=max_batch_total_tokens,
                 max_batch_size=max_batch_size,
+                max_loras=max_loras,
                 max_concurrent_requests=sys.maxsize,  # callers wait for their own calls
             )
             self._pooling: LoadedEncoder | None = None
@@ -137,6 +150,7 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or several.
 
@@ -144,6 +158,7 @@ class LLM:
             prompts: a text, token ids, or a list of these.
             sampling_params: for all prompts, or one for each; the model's recommended sampling when not given.
             use_tqdm: whether to show a progress bar.
+            lora_request: the adapter that all prompts are completed with; None for none.
 
         Returns:
             One output for each prompt, in their order.
@@ -153,7 +168,7 @@ class LLM:
             FunitelError: a step failed, or the LLM was closed.
         """
         self._check_generates()
-        return self._run(self._encoder.prompts(prompts), sampling_params, use_tqdm)
+        return self._run(self._encoder.prompts(prompts), sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -161,6 +176,7 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of messages with `role` and `content`.
 
@@ -168,10 +184,15 @@ class LLM:
         Otherwise as `generate`.
         """
         self._check_generates()
-        return self._run(self._encoder.chats(messages), sampling_params, use_tqdm)
+        return self._run(self._encoder.chats(messages), sampling_params, use_tqdm, lora_request)
 
     def start_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestHandle:
         """Begin to complete one prompt, and return at once.
 
@@ -179,12 +200,13 @@ class LLM:
             prompt: a text or token ids.
             sampling_params: the model's recommended sampling when not given.
             request_id: of the outputs; a random one when not given.
+            lora_request: the adapter that the prompt is completed with; None for none.
 
         Raises:
             InvalidRequest: the prompt or a parameter is invalid.
             NotReady: the LLM was closed.
         """
-        job = self.prepared(prompt, sampling_params)
+        job = self.prepared(prompt, sampling_params, lora_request)
         request_id = uuid.uuid4().hex if request_id is None else request_id
         results = RequestResults(job, request_id)
         started = StartedRequest(job, results)
@@ -193,12 +215,19 @@ class LLM:
         self._model.loop.post(lambda: started.begin(engine))
         return handle
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> list[BeamSearchOutput]:
         """Search the likeliest completions of one prompt or several, `beam_width` of each.
 
         Args:
             prompts: a text, token ids, or a list of these.
             params: how beams are searched.
+            lora_request: the adapter that all prompts are completed with; None for none.
 
         Returns:
             One output for each prompt, in their order, with its completions, best first.
@@ -208,18 +237,24 @@ class LLM:
             FunitelError: a step failed, or the LLM was closed.
         """
         self._check_generates()
-        requests = beam_requests(self._encoder.prompts(prompts), params, self._model.limits)
+        adapter = adapter_of(lora_request, is_enabled=self._takes_adapters)
+        requests = beam_requests(self._encoder.prompts(prompts), params, self._model.limits, adapter)
         return self.run(lambda engine: search_beams(engine, requests, self._encoder.tokenizer))
 
     # For the classes beside it
 
-    def prepared(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> CompletionJob:
+    def prepared(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> CompletionJob:
         """Check one prompt and its parameters; raises as `start_request`."""
         self._check_generates()
         prompts = self._encoder.prompts(prompt)
         if len(prompts) != 1:
             raise InvalidRequest(f"prompt must be one text or its token ids, given {len(prompts)} prompts", "prompt")
-        (job,) = self._jobs(prompts, sampling_params)
+        (job,) = self._jobs(prompts, sampling_params, lora_request)
         return job
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
@@ -315,22 +350,25 @@ class LLM:
         prompts: Sequence[EncodedPrompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: LoRARequest | None,
     ) -> list[RequestOutput]:
         model = self._model
-        jobs = self._jobs(prompts, sampling_params)
+        jobs = self._jobs(prompts, sampling_params, lora_request)
         with CompletionProgress(sum(job.params.n for job in jobs), is_shown=use_tqdm) as progress:
             return model.loop.run(run_jobs(model.engine, jobs, progress), progress.show)
 
     def _jobs(
-        self, prompts: Sequence[EncodedPrompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None,
+        lora_request: LoRARequest | None,
     ) -> list[CompletionJob]:
         """Pair prompts with their parameters and check them."""
         each = params_for(self._default_params if sampling_params is None else sampling_params, len(prompts))
-        model = self._model
+        adapter = adapter_of(lora_request, is_enabled=self._takes_adapters)
+        limits, vocab_size, banned = self._model.limits, self._model.vocab_size, self._encoder.banned_tokens
         return [
-            CompletionJob.of(
-                index, prompt, params, model.limits, model.vocab_size, self._encoder.banned_tokens(params.bad_words)
-            )
+            CompletionJob.of(index, prompt, params, limits, vocab_size, banned(params.bad_words), adapter)
             for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
 

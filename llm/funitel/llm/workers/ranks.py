@@ -8,7 +8,7 @@ from typing import TypeVar
 from funitel.llm.workers.threads import ComputeThread
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.interface import PendingStep
-from funitel.proto.errors import InvalidRequest, StepFailed, translating
+from funitel.proto.errors import StepFailed, translating
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
@@ -84,12 +84,15 @@ class LocalRanks:
         await self._run(lambda: self._executor.compile_grammar(kind, text))
 
     async def load_adapter(self, adapter_id: str, path: str) -> int:
-        """Raise InvalidRequest: a model in this process takes no adapters."""
-        raise InvalidRequest("a model in this process takes no adapters")
+        """Load an adapter beside the steps; returns the bytes that it takes."""
+        with translating(_step_failed):
+            adapter = await asyncio.to_thread(self._executor.load_adapter, adapter_id, path)
+        return adapter.weights.num_bytes
 
     async def unload_adapter(self, adapter_id: str) -> None:
-        """Raise InvalidRequest: a model in this process takes no adapters."""
-        raise InvalidRequest("a model in this process takes no adapters")
+        """Drop an adapter."""
+        with translating(_step_failed):
+            self._executor.unload_adapter(adapter_id)
 
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Drop one cached batch, or all."""

@@ -271,7 +271,7 @@ def build_request(
         shows_special=sampling.shows_special,
         shows_stop=sampling.shows_stop,
         cache_salt=sampling.cache_salt,
-        speculate=0 if strategy else speculate,  # the memory of a strategy would have to be taken back
+        speculate=0 if strategy or sampling.beams is not None else speculate,  # no memory of a strategy is taken back
     )
 
 
