@@ -20,7 +20,9 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, adapters: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[int, ...]]]:
+def expected(
+    model: Path, adapters: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[tuple[int, ...]]]:
     """The tokens of the merged models, and last those of the base."""
     folder = tmp_path_factory.mktemp("merged")
     found = []
