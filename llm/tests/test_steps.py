@@ -84,7 +84,7 @@ def test_wrong_calls_are_named(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=f"query {query} has no result to commit a token for"):
         queries.commit({query: (1, False)})
     queries.infer()
-    with pytest.raises(InvalidRequest, match=f"query {query}: token ids must be within 0..287, given 288"):
+    with pytest.raises(InvalidRequest, match=f"query {query}: tokens must be within 0..287, given 288"):
         queries.commit({query: (288, False)})
     queries.remove_query(query)
     with pytest.raises(InvalidRequest, match="mirostat must be 0 for a query"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.adapters.registry import Adapter, AdapterRegistry
+from funitel.model_server.adapters.registry import LoadedAdapter, LoadedAdapters
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.low_rank import adapter_base
@@ -42,7 +42,7 @@ class AdaptedModel:
 
     spec: ModelSpec
     decoder: Forward
-    registry: AdapterRegistry
+    registry: LoadedAdapters
     parallel: TensorParallel
     dtype: torch.dtype = torch.float32
 
@@ -53,7 +53,7 @@ class AdaptedModel:
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
         decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, CPU))
         base = take_adapters(decoder, weights.prefix, torch.float32, CPU)
-        return cls(spec, decoder, AdapterRegistry(base, MAX_RANK), parallel)
+        return cls(spec, decoder, LoadedAdapters(base, MAX_RANK), parallel)
 
     @classmethod
     def fused_step(
@@ -64,9 +64,9 @@ class AdaptedModel:
         decoder = fused_decoder(folder, tier, parallel, num_threads=num_threads)
         prefix = Weights(folder, torch.float32, CPU, spec.names.prefix, is_shown=False).prefix
         base = adapter_base(spec, decoder.program, parallel, prefix)
-        return cls(spec, decoder, AdapterRegistry(base, MAX_RANK), parallel, decoder.kv_dtype)
+        return cls(spec, decoder, LoadedAdapters(base, MAX_RANK), parallel, decoder.kv_dtype)
 
-    def load(self, folders: Sequence[Path | None]) -> list[Adapter | None]:
+    def load(self, folders: Sequence[Path | None]) -> list[LoadedAdapter | None]:
         """The adapters in these folders; None for the base alone."""
         return [
             None if folder is None else self.registry.load(folder.name, str(folder), lambda _: False)
@@ -86,7 +86,7 @@ class AdaptedModel:
     def logits(
         self,
         prompts: list[list[int]],
-        adapters: Sequence[Adapter | None] = (),
+        adapters: Sequence[LoadedAdapter | None] = (),
         *,
         num_decode: int = 6,
         chunk: int = 11,

@@ -4,10 +4,10 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from funitel.llm.beam_search import BeamSearchOutput, BeamSearchParams, beam_requests, search_beams
 from funitel.llm.calls import CompletionJob, run_jobs
@@ -29,12 +29,8 @@ from funitel.model_server.hub import resolve
 from funitel.model_server.loading.encoder import holds_encoder
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, StartupError, WrongTask
-from funitel.router.core.request import Limits
-from funitel.router.engine.engine import Engine
 from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import read_recommended
-
-T = TypeVar("T")
 
 DEFAULT_PREFILL_TOKENS = RouterSettings().max_batch_prefill_tokens
 
@@ -239,7 +235,7 @@ class LLM:
         self._check_generates()
         adapter = adapter_of(lora_request, is_enabled=self._takes_adapters)
         requests = beam_requests(self._encoder.prompts(prompts), params, self._model.limits, adapter)
-        return self.run(lambda engine: search_beams(engine, requests, self._encoder.tokenizer))
+        return self._model.run(lambda engine: search_beams(engine, requests, self._encoder.tokenizer))
 
     # For the classes beside it
 
@@ -257,19 +253,10 @@ class LLM:
         (job,) = self._jobs(prompts, sampling_params, lora_request)
         return job
 
-    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """Run work on the engine's event loop and wait for it; raises NotReady once closed."""
-        return self._model.loop.run(work(self._model.engine))
-
     @property
-    def limits(self) -> Limits:
-        """The limits of a request in tokens."""
-        return self._model.limits
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows."""
-        return self._model.vocab_size
+    def loaded(self) -> LoadedModel:
+        """The model, its engine and its limits."""
+        return self._model
 
     def close(self) -> None:
         """Cancel the calls of other threads and free the memory; idempotent."""

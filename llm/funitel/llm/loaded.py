@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +22,8 @@ from funitel.router.engine.engine import Engine
 from funitel.router.engine.warmup import start
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
+
+T = TypeVar("T")
 
 
 class LoadedModel:
@@ -66,6 +70,10 @@ class LoadedModel:
         if self._engine is None:
             raise NotReady(CLOSED)
         return self._engine
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Run work on the engine's event loop and wait for it; raises NotReady once closed."""
+        return self.loop.run(work(self.engine))
 
     def close(self) -> None:
         """Cancel running calls, wait for the step in flight and free the memory."""

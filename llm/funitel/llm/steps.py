@@ -94,7 +94,7 @@ class StepQueries:
                 f"mirostat must be 0 for a query: its memory is of the tokens it chose, given {params.mirostat}",
                 "mirostat",
             )
-        query = _Query(job.requests[0], room_for(job.prompt, params.max_tokens, self._llm.limits))
+        query = _Query(job.requests[0], room_for(job.prompt, params.max_tokens, self._llm.loaded.limits))
         while True:
             self._last_id = self._last_id % MAX_ID + 1
             if self._last_id not in self._queries:
@@ -120,7 +120,7 @@ class StepQueries:
             left -= count
             planned.append((query_id, query, count))
         requests = [_request(query, count) for _, query, count in planned]
-        generations = self._llm.run(lambda engine: _step(engine, requests)) if requests else []
+        generations = self._llm.loaded.run(lambda engine: _step(engine, requests)) if requests else []
         results = []
         for (query_id, query, count), generation in zip(planned, generations, strict=True):
             if not query.awaits_commit:
@@ -143,9 +143,9 @@ class StepQueries:
             query = self._queries.get(query_id)
             if query is None or not query.awaits_commit:
                 raise InvalidRequest(f"query {query_id} has no result to commit a token for", "tokens")
-            if not 0 <= token_id < self._llm.vocab_size:
+            if not 0 <= token_id < self._llm.loaded.vocab_size:
                 raise InvalidRequest(
-                    f"query {query_id}: token ids must be within 0..{self._llm.vocab_size - 1}, given {token_id}",
+                    f"query {query_id}: tokens must be within 0..{self._llm.loaded.vocab_size - 1}, given {token_id}",
                     "tokens",
                 )
         for query_id, (token_id, is_end) in tokens.items():

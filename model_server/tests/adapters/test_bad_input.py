@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from funitel.model_server.adapters.registry import AdapterRegistry
+from funitel.model_server.adapters.registry import LoadedAdapters
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.proto.errors import InvalidRequest
 from funitel_testing.adapter_worker import MAX_RANK, AdaptedModel
@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def registry(base: Path) -> AdapterRegistry:
+def registry(base: Path) -> LoadedAdapters:
     return AdaptedModel.fused_step(base, TensorParallel()).registry
 
 
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), CASES.values(), ids=CASES)
-def test_refused(change: Change, message: str, base: Path, registry: AdapterRegistry, tmp_path: Path) -> None:
+def test_refused(change: Change, message: str, base: Path, registry: LoadedAdapters, tmp_path: Path) -> None:
     folder = save_adapter(base, tmp_path / "plain", PLAIN)
     config, tensors = PLAIN.config(), load_file(folder / "adapter_model.safetensors")
     change(config, tensors)
@@ -125,7 +125,7 @@ def test_refused(change: Change, message: str, base: Path, registry: AdapterRegi
     assert message in refusal(registry, tmp_path / "changed")
 
 
-def refusal(registry: AdapterRegistry, folder: Path) -> str:
+def refusal(registry: LoadedAdapters, folder: Path) -> str:
     with pytest.raises(InvalidRequest) as refused:
         registry.load(folder.name, str(folder), lambda _: False)
     with pytest.raises(InvalidRequest, match="is not loaded"):
@@ -134,7 +134,7 @@ def refusal(registry: AdapterRegistry, folder: Path) -> str:
     return refused.value.message
 
 
-def test_files(base: Path, registry: AdapterRegistry, tmp_path: Path) -> None:
+def test_files(base: Path, registry: LoadedAdapters, tmp_path: Path) -> None:
     assert "is not a folder" in refusal(registry, tmp_path / "nowhere")
     folder = save_adapter(base, tmp_path / "adapter", PLAIN)
     tensors = folder / "adapter_model.safetensors"
@@ -172,8 +172,8 @@ def test_an_id_again(base: Path, tmp_path: Path) -> None:
 
 def test_switched_off_or_not_possible(tmp_path: Path) -> None:
     for registry, reason in (
-        (AdapterRegistry(None, 64, "an encoder takes none"), "an encoder takes none"),
-        (AdapterRegistry(None, 0, "it takes none"), "--max-lora-rank is 0"),
+        (LoadedAdapters(None, 64, "an encoder takes none"), "an encoder takes none"),
+        (LoadedAdapters(None, 0, "it takes none"), "--max-lora-rank is 0"),
     ):
         assert registry.max_rank == 0
         with pytest.raises(InvalidRequest, match=f"adapter a cannot be loaded: {reason}"):

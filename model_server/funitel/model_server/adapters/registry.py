@@ -17,7 +17,7 @@ class AdapterWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
+class LoadedAdapter:
     """A loaded adapter. Its memory is free when neither the registry nor a row holds it."""
 
     id: str
@@ -41,7 +41,7 @@ class AdapterBase:
     max_bytes: Callable[[int], int]
 
 
-class AdapterRegistry:
+class LoadedAdapters:
     """Adapters by id. Every method may be called from any thread; a step sees an adapter whole or not at all.
 
     Args:
@@ -53,10 +53,10 @@ class AdapterRegistry:
         self.max_rank = 0 if base is None else max_rank
         self._base = base
         self._reason = reason if max_rank else "--max-lora-rank is 0"
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, LoadedAdapter] = {}
         self._loading = threading.Lock()
 
-    def load(self, adapter_id: str, path: str, is_used: Callable[[Adapter], bool]) -> Adapter:
+    def load(self, adapter_id: str, path: str, is_used: Callable[[LoadedAdapter], bool]) -> LoadedAdapter:
         """Read the adapter in the folder `path`; one that is loaded from there already is returned as it is.
 
         Raises:
@@ -79,7 +79,7 @@ class AdapterRegistry:
                 tensors = read_adapter(Path(path), base.modules, self.max_rank)
             except (InvalidRequest, WeightsError) as error:
                 raise InvalidRequest(f"adapter {adapter_id} cannot be loaded: {error.message}") from error
-            loaded = Adapter(adapter_id, path, tensors.max_rank, base.place(tensors))
+            loaded = LoadedAdapter(adapter_id, path, tensors.max_rank, base.place(tensors))
             self._adapters[adapter_id] = loaded
         return loaded
 
@@ -96,7 +96,7 @@ class AdapterRegistry:
         """Forget all adapters."""
         self._adapters.clear()
 
-    def get(self, adapter_id: str) -> Adapter:
+    def get(self, adapter_id: str) -> LoadedAdapter:
         """The adapter of this id.
 
         Raises:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from funitel.model_server.adapters.registry import AdapterRegistry
+from funitel.model_server.adapters.registry import LoadedAdapters
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.executor.row_rules import RowBeginning, RowRules
 from funitel.model_server.sampling.grammar import FollowerState, GrammarCompiler, GrammarState
@@ -159,7 +159,7 @@ class RowAdmission:
         options: ExecutorOptions,
         rules: RowRules,
         table: SequenceTable,
-        adapters: AdapterRegistry,
+        adapters: LoadedAdapters,
         *,
         samples: bool,
     ) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from funitel.model_server.adapters.registry import Adapter, AdapterRegistry
+from funitel.model_server.adapters.registry import LoadedAdapter, LoadedAdapters
 from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import RowAdmission, check_step
@@ -62,7 +62,7 @@ class Executor:
         options: ExecutorOptions,
         sampling: MakeSampling = SyncSampling,
         rules: RowRules | None = None,
-        adapters: AdapterRegistry | None = None,
+        adapters: LoadedAdapters | None = None,
         speculator: Speculator | None = None,
     ) -> None:
         self.spec = spec
@@ -73,7 +73,7 @@ class Executor:
         rules = rules or (RowRules() if pools.state_layout is None else StateRules())
         table = self.batches.table
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
-        self.adapters = adapters or AdapterRegistry(None, 0, "this model takes none")
+        self.adapters = adapters or LoadedAdapters(None, 0, "this model takes none")
         samples = parallel.rank == 0
         self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, self.adapters, samples=samples)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
@@ -154,7 +154,7 @@ class Executor:
         """
         self.admission.grammars.compile(kind, text)
 
-    def load_adapter(self, adapter_id: str, path: str) -> Adapter:
+    def load_adapter(self, adapter_id: str, path: str) -> LoadedAdapter:
         """Load an adapter, so that later steps may name it. May be called from any thread.
 
         Raises:

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +18,6 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.kv_cache.state_pool import StateLayout
-from funitel.model_server.quantized.config import check_flag
-from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -219,32 +217,6 @@ def info_of(
         max_lora_rank=max_lora_rank,
         eos_token_ids=options.eos_token_ids,
     )
-
-
-def decoder_flags(settings: ModelServerSettings) -> dict[str, object]:
-    """The flags that change the answers of decoders in the registry, with their values."""
-    return {
-        "--quantize": settings.quantize,
-        "--kv-cache-dtype": settings.kv_cache_dtype,
-        "--rope-scaling": settings.rope_scaling,
-        "--rope-factor": settings.rope_factor,
-    }
-
-
-def check_honoured(given: Mapping[str, object], models: str) -> None:
-    """Raise SettingsError where a flag of `given` has a value, which `models` do not honour."""
-    for flag, value in given.items():
-        if value is not None:
-            raise SettingsError(f"{flag} {value} is not for {models}")
-
-
-def check_quantize(asked: str | None, folder: Path, models: str) -> None:
-    """Raise SettingsError for a `--quantize` that does not confirm what a checkpoint of `models` says of itself."""
-    quantization = find_quantization(folder)
-    if quantization is None:
-        check_honoured({"--quantize": asked}, models)
-    else:
-        check_flag(asked, quantization)
 
 
 def check_ranks(settings: ModelServerSettings, spec: ModelSpec) -> None:

@@ -11,14 +11,8 @@ from funitel.model_server.device.memory import log_idle_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder
-from funitel.model_server.loading.common import (
-    check_honoured,
-    choose_device,
-    choose_dtype,
-    decoder_flags,
-    set_threads,
-    warn_of_spin,
-)
+from funitel.model_server.loading.common import choose_device, choose_dtype, set_threads, warn_of_spin
+from funitel.model_server.loading.flags import check_honoured, decoder_flags
 from funitel.model_server.models.encoder.amx import open_layers
 from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead, read_embedding_head, read_usual_tokens
 from funitel.model_server.models.encoder.model import Encoder, Layers, TorchLayers

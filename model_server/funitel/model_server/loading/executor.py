@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.adapters.registry import AdapterRegistry
+from funitel.model_server.adapters.registry import LoadedAdapters
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor, MakeSampling
 from funitel.model_server.executor.row_rules import RowRules
@@ -53,7 +53,7 @@ def make_executor(
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))
     reason = "not with --cpu-offload-gb" if settings.cpu_offload_gb else f"{spec.architecture} takes none on this shard"
-    adapters = AdapterRegistry(loaded.adapters, settings.max_lora_rank, reason)
+    adapters = LoadedAdapters(loaded.adapters, settings.max_lora_rank, reason)
     parallel = loaded.parallel
     executor = Executor(
         spec, loaded.decoder, pools, codec, parallel, options, sampling, rules, adapters=adapters, speculator=speculator

@@ -14,7 +14,8 @@ from funitel.model_server.device.torch_import import register_shapes
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.loading.common import Loaded, check_honoured, check_quantize, decoder_flags
+from funitel.model_server.loading.common import Loaded
+from funitel.model_server.loading.flags import check_honoured, check_quantize, decoder_flags
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import (

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.loading.common import check_quantize, choose_device, choose_dtype
+from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.loading.flags import check_quantize
 from funitel.model_server.loading.transformers import context_of, models_without
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
