@@ -62,8 +62,8 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
         (["a", [1, "b"]], "prompt 1 must be a text or token ids, given [1, 'b']"),
         (["a", [True]], "prompt 1 must be a text or token ids, given [True]"),
         (["a", ""], "prompt 1 has no tokens"),
-        (["a", [5, -1]], "prompt 1: tokens must be within 0..287, given -1"),
-        (["a", [288]], "prompt 1: tokens must be within 0..287, given 288"),
+        (["a", [5, -1]], "prompt 1: token ids must be within 0..287, given -1"),
+        (["a", [288]], "prompt 1: token ids must be within 0..287, given 288"),
         (["a", "b" * CONTEXT], f"prompt 1: the prompt must have at most {CONTEXT - 1} tokens, given {CONTEXT}"),
     ],
 )

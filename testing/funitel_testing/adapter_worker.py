@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.adapters.registry import LoadedAdapter, LoadedAdapters
+from funitel.model_server.adapters.registry import LoadedAdapters, PlacedAdapter
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.low_rank import adapter_base
@@ -66,7 +66,7 @@ class AdaptedModel:
         base = adapter_base(spec, decoder.program, parallel, prefix)
         return cls(spec, decoder, LoadedAdapters(base, MAX_RANK), parallel, decoder.kv_dtype)
 
-    def load(self, folders: Sequence[Path | None]) -> list[LoadedAdapter | None]:
+    def load(self, folders: Sequence[Path | None]) -> list[PlacedAdapter | None]:
         """The adapters in these folders; None for the base alone."""
         return [
             None if folder is None else self.registry.load(folder.name, str(folder), lambda _: False)
@@ -86,7 +86,7 @@ class AdaptedModel:
     def logits(
         self,
         prompts: list[list[int]],
-        adapters: Sequence[LoadedAdapter | None] = (),
+        adapters: Sequence[PlacedAdapter | None] = (),
         *,
         num_decode: int = 6,
         chunk: int = 11,

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funitel.model_server.adapters.registry import LoadedAdapter
+from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import FusedDecoder
@@ -145,7 +145,7 @@ def step_through(
     prompts: list[list[int]],
     num_decode: int,
     chunk: int = 11,
-    adapters: Sequence[LoadedAdapter | None] = (),
+    adapters: Sequence[PlacedAdapter | None] = (),
 ) -> list[torch.Tensor]:
     """Step all sequences together: chunks of tokens first, single tokens for the last `num_decode`.
 
@@ -183,7 +183,7 @@ def step_at_random(
     prompts: list[list[int]],
     num_decode: int,
     seed: int,
-    adapters: Sequence[LoadedAdapter | None] = (),
+    adapters: Sequence[PlacedAdapter | None] = (),
 ) -> list[torch.Tensor]:
     """As `step_through`, in chunks of random sizes; sequences join late and are preempted, once each, to begin again.
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from funitel.model_server.adapters.peft_folder import AdapterTensors, LowRank
-from funitel.model_server.adapters.registry import LoadedAdapter
+from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.adapters.sites import Site
 from funitel.model_server.forward.batch import AdapterGroup
 from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps, check_low_rank
@@ -43,7 +43,7 @@ def test_kernels_give_what_torch_gives(seed: int, dtype: torch.dtype) -> None:
         if not low_ranks:
             low_ranks = {"other": LowRank(drawn(2, 3), drawn(7, 2), 1.0)}
         weights = place(sites, AdapterTensors(low_ranks, {}), dtype, DEVICE)
-        groups.append(AdapterGroup(LoadedAdapter(str(i), "", 40, weights), rows, rows))
+        groups.append(AdapterGroup(PlacedAdapter(str(i), "", 40, weights), rows, rows))
     x, y = drawn(num_rows, num_inputs).to(dtype), drawn(num_rows, sum(outputs)).to(dtype)
     results = []
     for ops in (TorchLowRankOps(), TritonLowRankOps()):
@@ -65,7 +65,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company() -> None:
     weights = place(
         [site], AdapterTensors({"m": LowRank(drawn(12, 100), drawn(70, 12), 2.0)}, {}), torch.float64, DEVICE
     )
-    adapter = LoadedAdapter("a", "", 12, weights)
+    adapter = PlacedAdapter("a", "", 12, weights)
     x, y = drawn(37, 100), drawn(37, 70)
     results = []
     for rows in (torch.arange(37, device=DEVICE), torch.tensor([20], device=DEVICE)):

@@ -17,7 +17,7 @@ class AdapterWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadedAdapter:
+class PlacedAdapter:
     """A loaded adapter. Its memory is free when neither the registry nor a row holds it."""
 
     id: str
@@ -53,10 +53,10 @@ class LoadedAdapters:
         self.max_rank = 0 if base is None else max_rank
         self._base = base
         self._reason = reason if max_rank else "--max-lora-rank is 0"
-        self._adapters: dict[str, LoadedAdapter] = {}
+        self._adapters: dict[str, PlacedAdapter] = {}
         self._loading = threading.Lock()
 
-    def load(self, adapter_id: str, path: str, is_used: Callable[[LoadedAdapter], bool]) -> LoadedAdapter:
+    def load(self, adapter_id: str, path: str, is_used: Callable[[PlacedAdapter], bool]) -> PlacedAdapter:
         """Read the adapter in the folder `path`; one that is loaded from there already is returned as it is.
 
         Raises:
@@ -79,7 +79,7 @@ class LoadedAdapters:
                 tensors = read_adapter(Path(path), base.modules, self.max_rank)
             except (InvalidRequest, WeightsError) as error:
                 raise InvalidRequest(f"adapter {adapter_id} cannot be loaded: {error.message}") from error
-            loaded = LoadedAdapter(adapter_id, path, tensors.max_rank, base.place(tensors))
+            loaded = PlacedAdapter(adapter_id, path, tensors.max_rank, base.place(tensors))
             self._adapters[adapter_id] = loaded
         return loaded
 
@@ -96,7 +96,7 @@ class LoadedAdapters:
         """Forget all adapters."""
         self._adapters.clear()
 
-    def get(self, adapter_id: str) -> LoadedAdapter:
+    def get(self, adapter_id: str) -> PlacedAdapter:
         """The adapter of this id.
 
         Raises:

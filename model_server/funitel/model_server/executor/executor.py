@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from funitel.model_server.adapters.registry import LoadedAdapter, LoadedAdapters
+from funitel.model_server.adapters.registry import LoadedAdapters, PlacedAdapter
 from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import RowAdmission, check_step
@@ -154,7 +154,7 @@ class Executor:
         """
         self.admission.grammars.compile(kind, text)
 
-    def load_adapter(self, adapter_id: str, path: str) -> LoadedAdapter:
+    def load_adapter(self, adapter_id: str, path: str) -> PlacedAdapter:
         """Load an adapter, so that later steps may name it. May be called from any thread.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from funitel.model_server.adapters.registry import LoadedAdapter
+from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.proto.step import StateSave
@@ -35,7 +35,7 @@ class RowSpan:
     source: Sequence[int] = ()
     state_slot: int = 0  # that of no sequence
     state_saves: tuple[StateSave, ...] = ()
-    adapter: LoadedAdapter | None = None
+    adapter: PlacedAdapter | None = None
     row_index: int = 0  # place of the sequence in the table
 
     @property
@@ -58,7 +58,7 @@ class StateSegment:
 class AdapterGroup:
     """The rows of a step that have the same adapter."""
 
-    adapter: LoadedAdapter
+    adapter: PlacedAdapter
     tokens: torch.Tensor  # [n] int64, places among the tokens of the batch
     logits: torch.Tensor  # [m] int64, places among its logits
 
@@ -197,12 +197,12 @@ def _groups(
     spans: Sequence[RowSpan], first: Sequence[int], wanted: Sequence[int], device: torch.device
 ) -> tuple[AdapterGroup, ...]:
     """Tokens and logits by adapter, of rows that begin at `first`; `wanted` are the tokens with logits."""
-    tokens: dict[LoadedAdapter, list[int]] = {}
+    tokens: dict[PlacedAdapter, list[int]] = {}
     for begin, span in zip(first, spans, strict=True):
         if span.adapter is not None:
             tokens.setdefault(span.adapter, []).extend(range(begin, begin + len(span.tokens)))
     owners = {token: adapter for adapter, own in tokens.items() for token in own}
-    logits: dict[LoadedAdapter, list[int]] = {adapter: [] for adapter in tokens}
+    logits: dict[PlacedAdapter, list[int]] = {adapter: [] for adapter in tokens}
     for place, token in enumerate(wanted):
         if token in owners:
             logits[owners[token]].append(place)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from funitel.model_server.adapters.registry import LoadedAdapter
+from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
@@ -55,7 +55,7 @@ class SequenceState:
     speculate: int = 0  # drafts that it asks for in a step, at most
     gain: Gain | None = None
     counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
-    adapter: LoadedAdapter | None = None
+    adapter: PlacedAdapter | None = None
 
     @property
     def request_id(self) -> int:
@@ -170,7 +170,7 @@ class CachedBatches:
         self._rows: dict[int, list[SequenceState]] = {}
         self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
 
-    def has_adapter(self, adapter: LoadedAdapter) -> bool:
+    def has_adapter(self, adapter: PlacedAdapter) -> bool:
         """Whether a row has this adapter; may be asked from any thread."""
         return any(row.adapter is adapter for rows in tuple(self._rows.values()) for row in tuple(rows))
 

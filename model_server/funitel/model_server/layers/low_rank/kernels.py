@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from funitel.model_server.adapters.peft_folder import AdapterTensors, LowRank
-from funitel.model_server.adapters.registry import LoadedAdapter
+from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.adapters.sites import Site
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.torch_import import seeded_generator
@@ -262,7 +262,7 @@ def check_low_rank(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
         }
         weights = place([site], AdapterTensors(low_ranks, {}), dtype, device)
         rows = torch.arange(begin, begin + num_rows, device=device)
-        groups.append(AdapterGroup(LoadedAdapter(str(i), "", max(ranks), weights), rows, rows[:0]))
+        groups.append(AdapterGroup(PlacedAdapter(str(i), "", max(ranks), weights), rows, rows[:0]))
         begin += num_rows + 1
     x, y = drawn(begin, 96).to(dtype), drawn(begin, 112).to(dtype)
     results: list[Any] = []
