@@ -79,7 +79,7 @@ def test_what_a_batch_was_given_moves_no_other_key() -> None:
     shares.leave(b"b")
     assert shares.tokens_of(b"a") == 0  # nobody of that kind is left
     assert shares.tokens_of(BATCH) == 100_000
-    assert shares.has_background
+    assert shares.num_busy[True]
 
 
 def test_batches_sit_out_until_another_has_its_first_token() -> None:

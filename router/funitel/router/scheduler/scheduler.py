@@ -124,21 +124,19 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
-        if self._in_flight and (self._victim() is not None or self._is_all_background):
-            return None  # what is in flight comes first
+        busy = self.shares.num_busy
+        # What is in flight comes first where a sequence is to leave. With batches alone nothing is planned ahead, so
+        # that another request waits for one step.
+        if self._in_flight and ((busy[True] and not busy[False]) or self._victim() is not None):
+            return None
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
         return self._mixed_step(may_enter=True)
 
-    @property
-    def _is_all_background(self) -> bool:
-        """Whether there are batches alone: no step is planned ahead then, so that another request waits for one."""
-        return self.shares.has_background and not self.shares.has_foreground
-
     def _mixed_step(self, *, may_enter: bool, may_hold: bool = True) -> StepPlan | None:
         """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
         holds_background, max_background, most_seconds = False, None, None
-        if may_hold and self._limits_background:
+        if self.shares.num_busy[True] and may_hold and self.policy.is_chunked and not self.bisector.on_trial:
             holds_background = self._holds_background(may_enter=may_enter)
             max_background = 0
             if not holds_background:
@@ -169,11 +167,6 @@ class Scheduler:
         if plan is None and holds_background and not self._in_flight:  # what they are held for cannot go on
             return self._mixed_step(may_enter=may_enter, may_hold=False)
         return plan
-
-    @property
-    def _limits_background(self) -> bool:
-        """Whether there are sequences of batches that could sit a step out."""
-        return self.policy.is_chunked and self.shares.has_background and not self.bisector.on_trial
 
     def _holds_background(self, *, may_enter: bool) -> bool:
         """Whether sequences of batches sit the next step out: another has its first token before it."""
@@ -206,7 +199,7 @@ class Scheduler:
             max_tokens = min(max_tokens, self.bisector.max_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(max_tokens), load=load)
-        has_several_keys = self.shares.num_known_keys > 1 or self.shares.has_background
+        has_several_keys = self.shares.num_known_keys > 1 or self.shares.num_busy[True] > 0
         return self.step_time.budget(
             max_tokens, load, has_several_keys=has_several_keys, most_seconds=most_seconds or None
         )
@@ -254,7 +247,7 @@ class Scheduler:
         if not computed and beams is None:
             return None
         predicted = self.step_time.seconds(load)
-        self.background.num_quiet_steps = 0 if self.shares.has_foreground else self.background.num_quiet_steps + 1
+        self.background.num_quiet_steps = 0 if self.shares.num_busy[False] else self.background.num_quiet_steps + 1
         copies = self.blocks.host.take_copies() if self.blocks.host.num_slots else ()
         plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted, beams)
         self._in_flight.append(plan)

@@ -35,14 +35,14 @@ class FairShares:
         self._tokens: dict[bytes, int] = {}
         self._sequences: Counter[bytes] = Counter()  # waiting or running
         self._pace = {False: 0.0, True: 0.0}  # tokens, of others and of background keys
-        self._num_busy = {False: 0, True: 0}  # keys that have sequences
+        self.num_busy = {False: 0, True: 0}  # keys that have sequences: others, and background keys
         self.num_repeated = 0  # tokens computed again, of all keys
 
     def join(self, key: bytes) -> None:
         """Note that a key has one more sequence."""
         if not self._sequences[key]:
             self._tokens[key] = self.tokens_of(key)
-            self._num_busy[is_background(key)] += 1
+            self.num_busy[is_background(key)] += 1
         self._sequences[key] += 1
 
     def leave(self, key: bytes) -> None:
@@ -52,8 +52,8 @@ class FairShares:
             return
         del self._sequences[key]
         kind = is_background(key)
-        self._num_busy[kind] -= 1
-        if not self._num_busy[kind]:
+        self.num_busy[kind] -= 1
+        if not self.num_busy[kind]:
             self._tokens = {other: given for other, given in self._tokens.items() if is_background(other) != kind}
             self._pace[kind] = 0.0
         elif len(self._tokens) - len(self._sequences) > MAX_IDLE_KEYS:
@@ -75,7 +75,7 @@ class FairShares:
         """Count tokens of sequences of a key that have lost none."""
         self._tokens[key] += num_tokens
         kind = is_background(key)
-        self._pace[kind] += num_tokens / self._num_busy[kind]
+        self._pace[kind] += num_tokens / self.num_busy[kind]
 
     def stays_least(self, key: bytes, num_tokens: int) -> bool:
         """Whether other keys have sequences, and were all given as much as this one with so many tokens more."""
@@ -100,16 +100,6 @@ class FairShares:
     def level(self, key: bytes) -> Level:
         """Lower is served sooner: of keys that were given the same, the one with fewer sequences."""
         return is_background(key), self.tokens_of(key), self._sequences[key]
-
-    @property
-    def has_foreground(self) -> bool:
-        """Whether a key that is no background one has sequences."""
-        return self._num_busy[False] > 0
-
-    @property
-    def has_background(self) -> bool:
-        """Whether a background key has sequences."""
-        return self._num_busy[True] > 0
 
     @property
     def sequences(self) -> dict[bytes, int]:
