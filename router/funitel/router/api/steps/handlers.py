@@ -31,7 +31,7 @@ from funitel.router.serving.run import collect_all
 from funitel.router.serving.step_queries import PlannedQuery, QueryResult, StepSession, StepSessions
 from funitel.router.transport.sse import run_until_disconnect
 
-_OF_ANSWERS = ("use_beam_search", "return_full_text", "details", "decoder_input_details")
+_OF_ANSWERS = ("use_beam_search", "return_full_text", "details", "decoder_input_details", "timings")
 
 
 @reading_route
