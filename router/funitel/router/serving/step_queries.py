@@ -199,10 +199,11 @@ def _request(query: _Query, count: int) -> Request:
             input_ids=request.input_ids[:known],
             stopping=replace(request.stopping, max_new_tokens=1),
             top_n_tokens=0,
+            speculate=0,
         )
     output_ids = tuple(islice(query.tokens, known - num_prompt))
     stopping = replace(request.stopping, max_new_tokens=len(output_ids) + 1)
-    return replace(request, output_ids=output_ids, stopping=stopping)
+    return replace(request, output_ids=output_ids, stopping=stopping, speculate=0)
 
 
 def _result(query_id: int, query: _Query, generation: Generation) -> QueryResult:
