@@ -10,12 +10,14 @@ from funitel.router.api import (
     anthropic,
     batches,
     embeddings,
+    inferflow,
     native,
     openai,
     operators,
     platforms,
     requests,
     responses,
+    steps,
     vllm,
 )
 from funitel.router.api.openapi import KEY_FAILURES, MEANINGS
@@ -45,6 +47,11 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("OpenAI's responses", "See [responses](responses.md).", responses.ROUTES),
     ("OpenAI's files and batches", "With `--batch-dir`; see [batch](batch.md).", batches.ROUTES),
     ("Running requests", "See [requests](requests.md).", requests.ROUTES),
+    (
+        "Inferflow",
+        "Its native route, and its engine's calls; see [Inferflow's APIs](inferflow.md).",
+        (*inferflow.ROUTES, *steps.ROUTES),
+    ),
     ("Anthropic", "See [anthropic](anthropic.md).", anthropic.ROUTES),
     ("Encoders", ENCODERS, embeddings.ROUTES),
     ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),

@@ -60,6 +60,7 @@ class CompletionJob:
                 prefill_logprobs=params.prompt_logprobs is not None,
                 prompt_logprobs=params.prompt_logprobs,
                 adapter=adapter,
+                speculate=0 if sampling.strategy else limits.max_speculate,  # no memory of a strategy is taken back
             )
             for sampling in params.for_engine(banned_tokens)
         ]

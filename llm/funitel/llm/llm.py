@@ -63,6 +63,8 @@ class LLM:
         enable_lora: bool = False,
         max_loras: int = 8,
         max_lora_rank: int = 64,
+        speculate: int | None = None,
+        draft_model: str | Path | None = None,
     ) -> None:
         """Fetch or convert the model if necessary, load it and size its pool. None means the server's default.
 
@@ -86,6 +88,8 @@ class LLM:
             enable_lora: whether calls may name LoRA adapters.
             max_loras: maximum of adapters in memory, for which the KV pool leaves room.
             max_lora_rank: maximum of the rank of an adapter.
+            speculate: maximum of draft tokens that a step verifies for each sequence; texts stay the same.
+            draft_model: makes them, given as `model`; else the model's own MTP layer, or the sequence's own n-grams.
 
         Raises:
             StartupError: an argument is invalid for the model or the machine.
@@ -103,11 +107,14 @@ class LLM:
             max_batch_size=max_batch_size,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
+            speculate=speculate,
         )
         self._takes_adapters = enable_lora
         try:
             cache_dir = cache_dir or os.environ.get("FUNITEL_CACHE")
             folder = resolve.resolve(str(model), revision=revision, cache_dir=cache_dir).folder
+            if draft_model is not None:
+                draft_model = resolve.resolve(str(draft_model), cache_dir=cache_dir).folder
             shard = ModelServerSettings(
                 model_id=str(folder),
                 device=device,
@@ -118,6 +125,8 @@ class LLM:
                 num_threads=num_threads,
                 max_lora_rank=max_lora_rank if enable_lora else 0,
                 reserved_loras=max_loras if enable_lora else 0,
+                speculate=speculate,
+                draft_model=None if draft_model is None else str(draft_model),
             )
             router = RouterSettings(
                 max_total_tokens=max_total_tokens,
@@ -132,6 +141,8 @@ class LLM:
             if holds_encoder(folder):
                 if num_shard != 1:
                     raise SettingsError(f"num_shard must be 1 for an encoder, given {num_shard}")
+                if speculate is not None:
+                    raise SettingsError(f"speculate must be None for an encoder, given {speculate}")
                 self._pooling = LoadedEncoder(folder, shard, router.max_batch_prefill_tokens)
                 return
             self._model = LoadedModel(folder, replace(shard, enable_prefill_logprobs=True), router, num_shard)

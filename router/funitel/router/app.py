@@ -27,6 +27,7 @@ from funitel.router.middleware.operation import Operation
 from funitel.router.middleware.route_gate import RouteGate
 from funitel.router.middleware.tracing import TracingMiddleware
 from funitel.router.serving.service import Connect, Service
+from funitel.router.serving.step_queries import StepSessions
 from funitel.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def build_app(
     app.state.service = service
     app.state.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
     app.state.batches = batches
+    app.state.steps = StepSessions()
     app.state.pages = partial(pages, listed)
     return app
 

@@ -10,6 +10,7 @@ from funitel.router.api import (
     anthropic,
     batches,
     embeddings,
+    inferflow,
     native,
     openai,
     openapi,
@@ -17,6 +18,7 @@ from funitel.router.api import (
     platforms,
     requests,
     responses,
+    steps,
     vllm,
 )
 from funitel.router.api.common.route_kinds import with_openai_errors
@@ -34,6 +36,8 @@ OPERATIONS: tuple[Operation, ...] = (
     *embeddings.ROUTES,
     *responses.ROUTES,
     *requests.ROUTES,
+    *steps.ROUTES,
+    *inferflow.ROUTES,
     *batches.ROUTES,
     *anthropic.ROUTES,
     *platforms.ROUTES,

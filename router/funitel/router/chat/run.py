@@ -22,8 +22,10 @@ from funitel.router.serving.run import (
     stream_all,
     stream_headers,
     summed_headers,
+    timings_of,
 )
 from funitel.router.serving.service import Service
+from funitel.router.serving.timings import AnswerTimings
 
 _TOOL_GRAMMAR = "tools.parameters"  # the field at fault where a grammar made of tools cannot be kept
 
@@ -36,6 +38,7 @@ class PreparedChat:
     prompt: ChatPrompt
     jobs: list[GenerationJob]
     first: Generation | None = None  # the first of a whole answer, with the scores of the prompt if they were wanted
+    timings: AnswerTimings | None = None  # of a whole answer
     choices: list[Choice] = field(default_factory=list)  # of a stream, once it runs
 
     @property
@@ -48,7 +51,7 @@ class PreparedChat:
         """Response headers of a streamed answer."""
         return stream_headers(*self.jobs)
 
-    async def stream(self, take: Callable[[int, Part], None]) -> None:
+    async def stream(self, take: Callable[[int, Part], None]) -> AnswerTimings:
         """Generate every choice side by side; give `take` their parts as they come, with the index of their choice.
 
         Leaving early cancels all. An error that ends one choice, or one of `take`, ends all and is raised.
@@ -59,7 +62,7 @@ class PreparedChat:
             for part in choices[index].feed(generation):
                 take(index, part)
 
-        await stream_all(self.jobs, feed)
+        return await stream_all(self.jobs, feed)
 
     def usage(self, index: int) -> ChatUsage:
         """Tokens of one choice of a stream, so far."""
@@ -69,6 +72,7 @@ class PreparedChat:
         """Generate every choice; return them in order, and the response headers."""
         answers = await collect_all(self.jobs)
         self.first = answers[0].generations[0]
+        self.timings = timings_of(self.jobs, answers)
         each = [
             (job, found) for job, answer in zip(self.jobs, answers, strict=True) for found in completed(job, answer)
         ]

@@ -20,6 +20,7 @@ from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.running import ActiveRequest
 from funitel.router.serving.service import Service
+from funitel.router.serving.timings import AnswerTimings
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
 
@@ -27,8 +28,8 @@ Take = Callable[[int, Generation], None]  # is given the place of a job, and wha
 # Streamed answers
 
 
-async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> None:
-    """Run jobs side by side to their ends; what they generate is given to `take`, as it comes.
+async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> AnswerTimings:
+    """Run jobs side by side to their ends; what they generate is given to `take`, as it comes. Return their timings.
 
     They count as one request: as a success when every job has finished, else as a failure, of which the caller
     counts nothing. Leaving early cancels all, and so does the failure of one job, or of `take`, which is raised.
@@ -37,7 +38,9 @@ async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> None:
         Overloaded: they do not all fit in; none runs.
     """
     with jobs[0].service.metrics.counting_failures():
-        await _run_all(jobs, take)
+        endings = await _run_all(jobs, take)
+    life = spanning([timings for _, timings in endings])
+    return AnswerTimings.of(jobs[0].validation_seconds, life, sum(finished.num_tokens for finished, _ in endings))
 
 
 async def _run_all(jobs: Sequence[GenerationJob], take: Take) -> list[tuple[GeneratedText, Timings]]:
@@ -285,13 +288,12 @@ def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> 
     queue = sum(answer.timings.queue_seconds for answer in answers)
     inference = sum(answer.timings.inference_seconds for answer in answers)
     num_tokens = sum(answer.finished.num_tokens for answer in answers)
-    life = spanning([answer.timings for answer in answers])
+    timings = timings_of(jobs, answers)
     first = {}
-    if life.first_token is not None:
-        seconds = jobs[0].validation_seconds + life.first_token - life.submitted
+    if timings.time_to_first_token_seconds is not None:
         first = {
-            "x-time-to-first-token": _milliseconds(seconds),
-            "x-tokens-per-second": f"{num_tokens / max(life.inference_seconds, 1e-6):.3f}",
+            "x-time-to-first-token": _milliseconds(timings.time_to_first_token_seconds),
+            "x-tokens-per-second": f"{timings.tokens_per_second:.3f}",
         }
     return stream_headers(*jobs) | {
         "x-total-time": _milliseconds(validation + queue + inference),
@@ -303,6 +305,13 @@ def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> 
         "x-generated-tokens": str(num_tokens),
         **first,
     }
+
+
+def timings_of(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> AnswerTimings:
+    """The timings of a whole answer made by several jobs."""
+    life = spanning([answer.timings for answer in answers])
+    num_tokens = sum(answer.finished.num_tokens for answer in answers)
+    return AnswerTimings.of(jobs[0].validation_seconds, life, num_tokens)
 
 
 def _distinct(jobs: Sequence[GenerationJob]) -> list[Request]:

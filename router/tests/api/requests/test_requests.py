@@ -125,3 +125,35 @@ async def test_a_key_has_its_own_requests_unless_its_scope_names_these_routes(se
         assert (await record(client, **heads["operator"]))["id"] == running["id"]
         assert (await client.delete(url, headers=heads["operator"])).status_code == 200
         assert (await asking).json()["choices"][0]["finish_reason"] == "abort"
+
+
+SCORED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", CHAT | {"prompt_logprobs": 2}),
+    ("/v1/completions", {"prompt": "x", "prompt_logprobs": 2}),
+    ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 2}),
+    ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 2, "stream": True}),
+    ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 2, "prompt_logprobs": 2}),
+)
+
+
+@pytest.mark.parametrize(("path", "body"), SCORED)
+async def test_a_request_aborted_before_its_first_token_has_no_scores_of_its_prompt(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    async with serve(FakeEngine(pause=60)) as client:
+        asking = asyncio.create_task(client.post(path, json=body, headers={"x-request-id": "mine"}))
+
+        async def runs() -> bool:
+            return bool((await client.get("/v1/requests")).json()["data"])
+
+        await eventually(runs, "a request runs")
+        assert (await client.delete("/v1/requests/mine")).status_code == 200
+        answer = await asking
+    assert answer.status_code == 200, answer.text
+    text = answer.text.split("\n")[0].removeprefix("data: ") if body.get("stream") else answer.text
+    (choice,) = json.loads(text)["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert "prompt_logprobs" not in answer.text
+    if body.get("echo"):
+        assert choice["text"] == "x"
+        assert choice["logprobs"]["tokens"] == []

@@ -1,4 +1,4 @@
-"""Error records of the protocols: TGI's, OpenAI's and Anthropic's. A route's record decides the statuses, too."""
+"""Error records of the protocols: TGI's, OpenAI's, Anthropic's, Inferflow's. A route's record decides statuses, too."""
 
 from typing import Literal
 
@@ -52,5 +52,19 @@ class AnthropicErrorResponse(BaseModel):
     type: Literal["error"] = "error"
     error: AnthropicErrorDetail
     request_id: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
+
+
+class InferflowError(BaseModel):
+    """Any failure of Inferflow's route; a status is that of the other native routes."""
+
+    text: Literal[""] = ""
+    ret_code: str = Field(
+        description="error.busy, error.empty_request, error.too_long_request or error.invalid_request_format; of a "
+        "refused key or a failure of the server error. and the type of the error."
+    )
+    is_end: Literal[True] = True
+    error: str
     queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
     estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)

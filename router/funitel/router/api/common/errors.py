@@ -19,9 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from funitel.proto.errors import (
     MAX_PARAM_CHARACTERS,
     Cancelled,
+    ContextTooLong,
     FunitelError,
     InvalidRequest,
     ModelNotFound,
+    PayloadTooLarge,
     UnsupportedEncoding,
 )
 from funitel.proto.printable import shortened
@@ -31,6 +33,7 @@ from funitel.router.api.common.error_schemas import (
     AnthropicErrorDetail,
     AnthropicErrorResponse,
     ErrorResponse,
+    InferflowError,
     OpenAIError,
     OpenAIErrorResponse,
     TgiOpenAIErrorResponse,
@@ -55,6 +58,9 @@ _ANTHROPIC = {
     503: (503, "api_error"),
     504: (504, "timeout_error"),
 }
+EMPTY_REQUEST, TOO_LONG = "empty_request", "too_long"  # codes of an InvalidRequest
+_BUSY = (429, 503)
+_NO_JSON = (400, 415)
 _HTTP_TYPES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -105,6 +111,23 @@ def _anthropic_kind(status: int, given: str = "") -> tuple[int, str]:
     return _ANTHROPIC.get(status, (status, "invalid_request_error") if status < 500 else (500, "api_error"))
 
 
+def inferflow_error(error: FunitelError) -> InferflowError:
+    """The shape of Inferflow's route."""
+    return InferflowError(ret_code=f"error.{_inferflow_code(error)}", error=error.public_message, **_place(error))
+
+
+def _inferflow_code(error: FunitelError) -> str:
+    code = error.code if isinstance(error, InvalidRequest) else ""
+    if error.http_status in _BUSY:
+        return "busy"
+    if code == EMPTY_REQUEST:
+        return code
+    if isinstance(error, ContextTooLong | PayloadTooLarge) or code == TOO_LONG:
+        return "too_long_request"
+    is_format = isinstance(error, InvalidRequest) or error.http_status in _NO_JSON
+    return "invalid_request_format" if is_format else error.error_type
+
+
 def new_request_id() -> str:
     """An id of one exchange, sent as `request-id` on Anthropic's routes."""
     return f"req_{uuid.uuid4().hex}"
@@ -121,6 +144,7 @@ class _Style:
 _STYLES: dict[type[BaseModel], _Style] = {
     ErrorResponse: _Style(native_error, lambda error: error.http_status),
     TgiOpenAIErrorResponse: _Style(tgi_openai_error, lambda error: error.http_status),
+    InferflowError: _Style(inferflow_error, lambda error: error.http_status),
     OpenAIErrorResponse: _Style(openai_error, lambda error: _OPENAI_STATUSES.get(error.http_status, error.http_status)),
 }
 

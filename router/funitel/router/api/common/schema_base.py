@@ -144,6 +144,9 @@ class Body(BaseModel):
         return schema
 
 
+WITH_TIMINGS = "Whether the answer has `timings`: queue, time to first token, whole time, tokens per second."
+
+
 class Documented:
     """Bounds that the document tells and `validation` checks, in TGI's order and words."""
 

@@ -29,8 +29,9 @@ from funitel.router.api.native.schema import (
 from funitel.router.core.request import Request
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
-from funitel.router.serving.run import Answer, answer_headers, collect_best, stream_all, stream_headers
+from funitel.router.serving.run import Answer, answer_headers, collect_best, stream_all, stream_headers, timings_of
 from funitel.router.serving.service import Service
+from funitel.router.serving.timings import AnswerTimings
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template, text_json
 
@@ -80,18 +81,19 @@ async def _answer(
     job = await prepare(service, parameters.sampling, Prompt(inputs), stream=False, arrived=arrived, names=NAMES)
     [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
     prefix = inputs if parameters.return_full_text else ""
+    timings = timings_of([job], [best, *others]) if parameters.timings else None
     response = GenerateResponse(
         generated_text=prefix + best.finished.text,
-        details=_details(best, others, prefix) if parameters.wants_details else None,
+        details=_details(best, others, prefix, timings) if parameters.wants_details else None,
     )
     return response, answer_headers(job, best)
 
 
-def _details(best: Answer, others: list[Answer], prefix: str) -> Details:
+def _details(best: Answer, others: list[Answer], prefix: str, timings: AnswerTimings | None) -> Details:
     sequences = [
         BestOfSequence(**_details_of(answer), generated_text=prefix + answer.finished.text) for answer in others
     ]
-    return Details(**_details_of(best), best_of_sequences=sequences or None)
+    return Details(**_details_of(best), best_of_sequences=sequences or None, timings=timings)
 
 
 def _details_of(answer: Answer) -> dict[str, Any]:
@@ -116,9 +118,10 @@ async def _stream(service: Service, parameters: GenerateParameters, inputs: str,
 
 async def _events(job: GenerationJob, parameters: GenerateParameters, put: Put) -> None:
     index = 0
+    last: StreamResponse | None = None  # held until the timings are known
 
     def take(_place: int, generation: Generation) -> None:
-        nonlocal index
+        nonlocal index, last
         if generation.finished is None and not generation.top_tokens:
             for id, text, logprob, special in Token.rows_of(generation.tokens):
                 index += 1
@@ -127,9 +130,15 @@ async def _events(job: GenerationJob, parameters: GenerateParameters, put: Put) 
             return
         for event in _events_of(generation, index, parameters, job.request):
             index = event.index
-            put(event)
+            if parameters.timings and event.details is not None:
+                last = event
+            else:
+                put(event)
 
-    await stream_all([job], take)
+    timings = await stream_all([job], take)
+    if last is not None and last.details is not None:
+        last.details.timings = timings
+        put(last)
 
 
 # One token and nothing else.
@@ -164,6 +173,6 @@ def _events_of(
     if finished is not None:
         last = events[-1]
         last.generated_text = (request.inputs if parameters.return_full_text else "") + finished.text
-        if parameters.details:
+        if parameters.details or parameters.timings:
             last.details = StreamDetails(**ending(finished), input_length=len(request.input_ids))
     return events

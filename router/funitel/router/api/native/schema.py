@@ -18,6 +18,7 @@ from funitel.router.api.common.schema_base import (
     TARGET_LANGUAGE,
     U32,
     U64,
+    WITH_TIMINGS,
     WITHIN_0_AND_1,
     Body,
     Documented,
@@ -31,6 +32,7 @@ from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.api.native.schema_grammar import GrammarType, grammar_of
 from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.serving.strategies import with_algorithm
+from funitel.router.serving.timings import AnswerTimings
 
 # Requests
 
@@ -71,6 +73,7 @@ class GenerateParameters(StrategyFields, BeamFields):
     decoder_input_details: bool = Field(
         default=False, description="Whether to return the prompt's tokens; implies details."
     )
+    timings: bool | None = Field(default=None, description=f"{WITH_TIMINGS} Implies details.")
     seed: U64 | None = Field(default=None, description="Makes sampling repeatable; random if absent.")
     top_n_tokens: U32 | None = Field(default=None, description="Return so many likeliest tokens at each position.")
     grammar: GrammarType | None = Field(default=None, description="What the text shall look like.")
@@ -131,7 +134,7 @@ class GenerateParameters(StrategyFields, BeamFields):
     @property
     def wants_details(self) -> bool:
         """Whether the answer shall say more than its text."""
-        return self.details or self.decoder_input_details
+        return self.details or self.decoder_input_details or bool(self.timings)
 
 
 class GenerateRequest(Body):
@@ -217,6 +220,7 @@ class BestOfSequence(_SequenceDetails):
 class Details(_SequenceDetails):
     """How a completion came about."""
 
+    timings: AnswerTimings | None = Field(default=None, exclude_if=is_none)
     best_of_sequences: list[BestOfSequence] | None = Field(default=None, exclude_if=is_none)
 
 
@@ -231,6 +235,7 @@ class StreamDetails(_Ending):
     """How a streamed completion ended."""
 
     input_length: int
+    timings: AnswerTimings | None = Field(default=None, exclude_if=is_none)
 
 
 class StreamResponse(BaseModel):

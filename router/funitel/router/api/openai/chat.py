@@ -90,6 +90,8 @@ async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tu
     completion = ChatCompletion(
         **_head(service, body), choices=choices, usage=_usage([answer.finished for answer in answers])
     )
+    if body.timings:
+        completion.timings = chat.timings
     if body.return_token_ids:
         completion.prompt_token_ids = chat.prompt_ids
     if body.prompt_logprobs is not None:  # long prompts have many: other requests go on meanwhile
@@ -158,9 +160,10 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
         if isinstance(part, Finished):
             ends.append(part)
 
-    await chat.stream(take)
-    if body.include_usage:
-        put(ChatCompletionChunk(**head, choices=[], usage=_usage(ends)))
+    timings = await chat.stream(take)
+    if body.include_usage or body.timings:
+        usage = _usage(ends) if body.include_usage else None
+        put(ChatCompletionChunk(**head, choices=[], usage=usage, timings=timings if body.timings else None))
 
 
 _TEXTS = (TextDelta, ReasoningDelta)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import FinishReason, GeneratedText, Generation, PromptTop, Tokens
+from funitel.router.api.openai.prompt_scores import ended_early
 from funitel.router.api.openai.schema_completions import CompletionLogprobs
 from funitel.router.chat.transcript import PlacedToken, Transcript
 
@@ -72,10 +73,10 @@ class CompletionText:
         text = ""
         if self._echo is not None:
             text, self._echo = self._echo, None
-            if logprobs is not None:
-                if generation.prefill_tokens is None:
-                    raise InvalidRequest(NO_PROMPT_LOGPROBS, "logprobs")
+            if logprobs is not None and generation.prefill_tokens is not None:
                 _add_prompt(logprobs, text, generation.prefill_tokens, generation.prompt_top)
+            elif logprobs is not None and not ended_early(generation):
+                raise InvalidRequest(NO_PROMPT_LOGPROBS, "logprobs")
         if not self._is_prompt_only:
             shown = self._transcript.feed(generation)
             text += shown

@@ -28,7 +28,15 @@ from funitel.router.api.openai.schema_completions import (
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, check_prompt_scores, prepare
-from funitel.router.serving.run import Answer, collect_all, completed, stream_all, stream_headers, summed_headers
+from funitel.router.serving.run import (
+    Answer,
+    collect_all,
+    completed,
+    stream_all,
+    stream_headers,
+    summed_headers,
+    timings_of,
+)
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
@@ -186,7 +194,8 @@ async def _complete(service: Service, body: CompletionRequest, arrived: Arrival)
         choices = await asyncio.to_thread(_choices, batch, best)  # long prompts have many: others go on meanwhile
     else:
         choices = _choices(batch, best)
-    completion = Completion(**batch.head, choices=choices, usage=usage)
+    timings = timings_of(batch.jobs, answers) if body.timings else None
+    completion = Completion(**batch.head, choices=choices, usage=usage, timings=timings)
     return completion, summed_headers(batch.jobs, answers)
 
 
@@ -266,6 +275,7 @@ async def _stream(batch: _Batch, put: Put) -> None:
         begun.add(index)
         put(CompletionChunk(**head, choices=[_choice(index, addition, ids)], usage=usage))
 
-    await stream_all(batch.jobs, take)
-    if batch.body.include_usage:
-        put(CompletionChunk(**head, choices=[], usage=batch.usage(num_tokens)))
+    timings = await stream_all(batch.jobs, take)
+    if body.include_usage or body.timings:
+        count = batch.usage(num_tokens) if body.include_usage else None
+        put(CompletionChunk(**head, choices=[], usage=count, timings=timings if body.timings else None))

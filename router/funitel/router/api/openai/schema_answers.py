@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from funitel.router.api.common.schema_base import is_none
+from funitel.router.serving.timings import AnswerTimings
 
 
 class TokenLogprob(BaseModel):
@@ -108,6 +109,9 @@ class AnswerHead(BaseModel):
     system_fingerprint: str
     service_tier: Literal["default"] | None = Field(
         default=None, exclude_if=is_none, description="Where the request asks for one."
+    )
+    timings: AnswerTimings | None = Field(
+        default=None, exclude_if=is_none, description="Where the request asks for them; of a stream in the last chunk."
     )
 
 

@@ -10,6 +10,7 @@ from funitel.router.api.common.schema_base import (
     F32,
     TARGET_LANGUAGE,
     U32,
+    WITH_TIMINGS,
     Body,
     ModelName,
     Priority,
@@ -123,6 +124,7 @@ class SamplingFields(StrategyFields, BeamFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(
         default=None, description="Keep the last so many tokens of the prompt; -1: as many as fit."
     )
+    timings: bool | None = Field(default=None, description=WITH_TIMINGS)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = Field(default=None, description="A JSON schema, or the text of one.")
