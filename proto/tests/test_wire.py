@@ -132,7 +132,7 @@ CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, c
 ONE = st.builds(Tokens, st.tuples(U32), st.tuples(FLOAT), st.tuples(TEXT), st.tuples(st.booleans()) | st.just(()))
 TWO = st.builds(Tokens, *(st.tuples(each, each) for each in (U32, FLOAT, TEXT, st.booleans())))
 TOKENS = ONE | TWO
-REASONS = st.sampled_from(FinishReason)
+REASONS = st.sampled_from([reason for reason in FinishReason if reason is not FinishReason.ABORT])  # no shard says it
 FINISHED = st.builds(GeneratedText, TEXT, U32, REASONS, seed=st.none() | U64) | st.builds(
     GeneratedText, TEXT, U32, REASONS, st.none() | U64, stop_index=U32, stop_start=U32
 )
@@ -553,8 +553,11 @@ def test_a_padded_model_has_no_pool() -> None:
 
 
 def test_finish_reasons_in_both_vocabularies() -> None:
-    assert [reason.native for reason in FinishReason] == ["length", "eos_token", "stop_sequence"]
-    assert [reason.openai for reason in FinishReason] == ["length", "stop", "stop"]
+    assert [reason.native for reason in FinishReason] == ["abort", "length", "eos_token", "stop_sequence"]
+    assert [reason.openai for reason in FinishReason] == ["abort", "length", "stop", "stop"]
+    assert {f"FINISH_REASON_{reason.name}" for reason in FinishReason} - {*pb.FinishReason.keys()} == {
+        "FINISH_REASON_ABORT"
+    }
 
 
 def test_a_grammar_type_of_a_later_wire_reads_as_none() -> None:
