@@ -75,7 +75,7 @@ def check_empty(llm: LLM) -> None:
     assert not (requests._num_of_key)
     assert not len(engine.paused)
     assert not engine.paused._num_of_key
-    assert not engine._compiling
+    assert not engine._preparing
     blocks = scheduler.blocks
     assert (blocks.num_used, blocks.num_free) == (0, blocks.num_blocks)
     assert blocks.states is None or blocks.states.num_used == 0
