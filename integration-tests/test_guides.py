@@ -19,6 +19,7 @@ NO_FIGURES = {"0.20", "0.32", "3.3", "2025", "2026"}  # versions and years
 PACKAGES = ("proto", "launcher", "router", "model_server")
 ANY = "…"  # what differs, on the page and in a template of the code
 FORMAT = re.compile(r"%[-.\w]*?[sdgr]|\{\w+\}")
+FIELD = re.compile(r"`\$(\w+)`")  # a field of a rule, of which each API says its own name
 
 
 def guide(name: str) -> str:
@@ -65,7 +66,7 @@ def test_figures_of_a_guide_are_measured(name: str) -> None:
 def text_of(node: ast.AST) -> str | None:
     """The text of a string in the code, with `ANY` for what it inserts; None for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return FORMAT.sub(ANY, node.value)
+        return FORMAT.sub(ANY, FIELD.sub(r"`\1`", node.value))
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) or ANY for part in node.values)
     return None
