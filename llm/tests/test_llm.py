@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,8 @@ def test_a_chat_is_its_rendered_prompt(llm: LLM) -> None:
     assert [output.outputs[0].token_ids] == ids(llm, "[user] Hi\n[assistant]", GREEDY)[0]
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
     both = llm.chat([messages, in_parts], GREEDY, use_tqdm=False)
-    assert both == [output, output]
+    same = replace(output, metrics=None, num_cached_tokens=0)
+    assert [replace(each, metrics=None, num_cached_tokens=0) for each in both] == [same, same]
 
 
 def test_an_answer_begun_is_continued(llm: LLM) -> None:
@@ -445,7 +447,7 @@ def test_dropping_it_is_closing_it(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_shard": 2}, "num_shard must be 1 in one process, given 2: start a server for more"),
+        ({"num_shard": 0}, "num_shard must be an integer >= 1, given 0"),
         ({"dtype": "int3"}, "dtype must be one of None, float32, float16, bfloat16, given 'int3'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, given 'tpu'"),
         ({"block_size": 0}, "block_size must be an integer >= 1, given 0"),
