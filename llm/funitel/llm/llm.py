@@ -145,7 +145,8 @@ class LLM:
                     raise SettingsError(f"speculate must be None for an encoder, given {speculate}")
                 self._pooling = LoadedEncoder(folder, shard, router.max_batch_prefill_tokens)
                 return
-            self._model = LoadedModel(folder, replace(shard, enable_prefill_logprobs=True), router, num_shard)
+            shard = replace(shard, enable_prefill_logprobs=True)
+            self._model = LoadedModel(folder, shard, router, num_shard, os.environ)
         except StartupError as error:
             raise type(error)(_with_argument_names(error.message)) from error
         self._encoder = PromptEncoder(folder, self._model.vocab_size, chat_special_tokens=chat_special_tokens)

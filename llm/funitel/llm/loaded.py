@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +29,29 @@ T = TypeVar("T")
 class LoadedModel:
     """A loaded model; it ends by `close`, by garbage collection, or with the program."""
 
-    def __init__(self, folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard: ModelServerSettings,
+        router: RouterSettings,
+        num_shard: int,
+        environ: Mapping[str, str],
+    ) -> None:
         """Load the model in `folder` on a new compute thread or in processes, and start an engine on another thread.
+
+        Args:
+            folder: of the model.
+            shard: settings of the compute thread, or of each process.
+            router: settings of the engine.
+            num_shard: 1 for a thread; more for as many processes.
+            environ: the environment that processes get.
 
         Raises:
             StartupError: model, settings and machine do not fit together.
         """
         self.loop = LoopThread()
         if num_shard > 1:
-            self._load_shards(folder, shard, router, num_shard)
+            self._load_shards(lambda: ShardProcesses(folder, shard, num_shard, environ), folder, router)
             return
         compute = ComputeThread()
         with ExitStack() as undo:
@@ -49,13 +63,13 @@ class LoadedModel:
             undo.pop_all()
         self._note(engine, compute)
 
-    def _load_shards(self, folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int) -> None:
+    def _load_shards(self, begin: Callable[[], ShardProcesses], folder: Path, router: RouterSettings) -> None:
         begun: list[ShardProcesses] = []
         with ExitStack() as undo:
             undo.callback(_close_all, begun)
             undo.callback(self.loop.join)
             undo.callback(self.loop.close, _nothing)
-            engine, self.vocab_size = self.loop.run(_start_shards(folder, shard, router, num_shard, begun))
+            engine, self.vocab_size = self.loop.run(_start_shards(begin, folder, router, begun))
             undo.pop_all()
         self._note(engine, begun[0])
 
@@ -100,10 +114,10 @@ def _close_all(begun: list[ShardProcesses]) -> None:
 
 
 async def _start_shards(
-    folder: Path, shard: ModelServerSettings, router: RouterSettings, num_shard: int, begun: list[ShardProcesses]
+    begin: Callable[[], ShardProcesses], folder: Path, router: RouterSettings, begun: list[ShardProcesses]
 ) -> tuple[Engine, int]:
     """As `_start`, in processes, which are noted in `begun`; they end with this thread."""
-    processes = ShardProcesses(folder, shard, num_shard)
+    processes = begin()
     begun.append(processes)
     shards = await processes.connect()
     config = read_json(folder / "config.json")

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,20 @@ STOP_SECONDS = 15.0  # after which a shard that was asked to end is killed
 class ShardProcesses:
     """One process for each rank. They end with the thread that starts them."""
 
-    def __init__(self, folder: Path, settings: ModelServerSettings, num_shard: int) -> None:
-        """Start the ranks of the model in `folder`; they load it while this returns."""
+    def __init__(
+        self, folder: Path, settings: ModelServerSettings, num_shard: int, environ: Mapping[str, str]
+    ) -> None:
+        """Start the ranks of the model in `folder` with `environ`; they load it while this returns."""
         self._work = Path(tempfile.mkdtemp(prefix="funitel-llm-"))  # sockets and logs, for this user only
         self._path = self._work / "shard"
         self._processes: list[subprocess.Popen[bytes]] = []
         threads = settings.num_threads or max(1, count_usable_cores() // num_shard)
+        self._environ = {
+            **environ,
+            "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would occupy the core that its last thread needs
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+        }
         flags = replace(
             settings,
             sharded=True,
@@ -54,19 +62,13 @@ class ShardProcesses:
             str(folder),
             *to_argv(settings, skip=["model_id"]),
         ]
-        threads = str(settings.num_threads)
-        environ = os.environ | {
-            "OMP_WAIT_POLICY": "PASSIVE",  # a spinning barrier would occupy the core that its last thread needs
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-        }
         with self._log(settings.rank).open("wb") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environ,
+                env=self._environ,
                 start_new_session=True,  # Ctrl-C cancels a call of the LLM, and does not end its shards
             )
         self._processes.append(process)
