@@ -18,6 +18,8 @@ PURE_MODULES = (
     "funitel.proto.step",
     "funitel.proto.strategy",
     "funitel.router.auth.rate_limit",
+    "funitel.router.core.beam_group",
+    "funitel.router.core.beam_search",
     "funitel.router.core.request",
     "funitel.router.encoder.queue",
 )
