@@ -98,8 +98,13 @@ def test_b6_fields_of_other_servers(openai_client: Any) -> None:
     grammar = 'start: "Paris" /[!]{2}/'
     assert ask(structured_outputs={"grammar": grammar}).choices[0].message.content == "Paris!!"
     assert "Paris" not in ask(bad_words=["Paris"]).choices[0].message.content
-    with pytest.raises(openai.UnprocessableEntityError, match="use_beam_search: is not supported"):
-        ask(use_beam_search=True)
+    searched = openai_client.chat.completions.create(
+        model="tgi", messages=MESSAGES, n=2, max_tokens=5, extra_body={"use_beam_search": True}
+    )
+    first, second = (choice.message.content for choice in searched.choices)
+    assert first != second
+    with pytest.raises(openai.UnprocessableEntityError, match="`use_beam_search` and `stop_token_ids` exclude"):
+        ask(use_beam_search=True, stop_token_ids=[ids[3]])
     scores = openai_client.completions.create(
         model="tgi", prompt="The capital of France is", max_tokens=1, extra_body={"prompt_logprobs": 1}
     )
@@ -125,7 +130,7 @@ def test_errors(openai_client: Any) -> None:
     assert caught.value.param == "messages"
     assert "Input validation error" in caught.value.message
     with pytest.raises(openai.NotFoundError):
-        openai_client.files.list()
+        openai_client.fine_tuning.jobs.list()
 
 
 async def test_async(async_openai_client: Any) -> None:
