@@ -103,8 +103,8 @@ def test_b6_fields_of_other_servers(openai_client: Any) -> None:
     )
     first, second = (choice.message.content for choice in searched.choices)
     assert first != second
-    with pytest.raises(openai.UnprocessableEntityError, match="`use_beam_search` and `stop_token_ids` exclude"):
-        ask(use_beam_search=True, stop_token_ids=[ids[3]])
+    with pytest.raises(openai.UnprocessableEntityError, match="`use_beam_search` and `top_k` exclude"):
+        ask(use_beam_search=True, top_k=5)
     scores = openai_client.completions.create(
         model="tgi", prompt="The capital of France is", max_tokens=1, extra_body={"prompt_logprobs": 1}
     )
