@@ -74,7 +74,7 @@ class FairShares:
     def charge_key(self, key: bytes, num_tokens: int) -> None:
         """Count tokens of sequences of a key that have lost none."""
         self._tokens[key] += num_tokens
-        kind = is_background(key)
+        kind = self.num_busy[True] > 0 and is_background(key)
         self._pace[kind] += num_tokens / self.num_busy[kind]
 
     def stays_least(self, key: bytes, num_tokens: int) -> bool:
