@@ -71,7 +71,7 @@ class StepLoop:
         self._report = SchedulerReport(scheduler, replica, metrics)
         self._traces = StepTraces(requests.streams, decode_tokens)
         self._woken = asyncio.Event()
-        self._turned = asyncio.Event()  # set after each turn
+        self._turned: asyncio.Event | None = None  # set after the next turn, where something waits for it
         self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
         self._newest = time.monotonic()  # when a sequence came last
@@ -138,9 +138,9 @@ class StepLoop:
         """Return once the shards hold no row of those sequences that have left by now, and compute none of them."""
         left = self._replica.rows - self._scheduler.running.keys()
         while not self.has_ended and left & (self._replica.rows - self._scheduler.running.keys()):
-            self._turned.clear()
+            turned = self._turned = self._turned or asyncio.Event()
             self.wake()
-            await self._turned.wait()
+            await turned.wait()
             await self._pipeline.answered()
         await self._pipeline.answered()
 
@@ -157,7 +157,9 @@ class StepLoop:
             self._woken.clear()
             try:
                 has_failed = await self._has_failed_turn()
-                self._turned.set()
+                if self._turned is not None:
+                    self._turned.set()
+                    self._turned = None
                 if has_failed:
                     continue
             except Exception:
