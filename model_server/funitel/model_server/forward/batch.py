@@ -92,16 +92,20 @@ class ForwardBatch:
             first[i] = len(input_ids)
             input_ids += spans[i].tokens
         wanted: list[int] = []
+        num_decode, has_adapters = 0, False
         for begin, span in zip(first, spans, strict=True):
-            end = begin + len(span.tokens)
-            wanted += range(end - {"none": 0, "last": 1, "all": len(span.tokens)}[span.logits], end)
+            count = len(span.tokens)
+            num_decode += count == 1
+            has_adapters |= span.adapter is not None
+            end = begin + count
+            wanted += range(end - {"none": 0, "last": 1, "all": count}[span.logits], end)
         return cls(
             rows=tuple([spans[i] for i in order]),
-            num_decode=sum(len(span.tokens) == 1 for span in spans),
+            num_decode=num_decode,
             block_size=block_size,
             input_ids=_filled_in(_tensor(input_ids, device), device_tokens),
             logit_indices=_tensor(wanted, device),
-            adapters=_groups(spans, first, wanted, device) if any(span.adapter for span in spans) else (),
+            adapters=_groups(spans, first, wanted, device) if has_adapters else (),
         )
 
     def of_rows(self, first: int, last: int) -> "ForwardBatch":
