@@ -26,9 +26,7 @@ STOP_SECONDS = 15.0  # after which a shard that was asked to end is killed
 class ShardProcesses:
     """One process for each rank. They end with the thread that starts them."""
 
-    def __init__(
-        self, folder: Path, settings: ModelServerSettings, num_shard: int, environ: Mapping[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, settings: ModelServerSettings, num_shard: int, environ: Mapping[str, str]) -> None:
         """Start the ranks of the model in `folder` with `environ`; they load it while this returns."""
         self._work = Path(tempfile.mkdtemp(prefix="funitel-llm-"))  # sockets and logs, for this user only
         self._path = self._work / "shard"
