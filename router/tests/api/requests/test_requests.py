@@ -127,6 +127,25 @@ async def test_a_key_has_its_own_requests_unless_its_scope_names_these_routes(se
         assert (await asking).json()["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize(("method", "action"), [("DELETE", ""), ("POST", "/pause"), ("POST", "/resume")])
+async def test_a_request_of_a_batch_is_changed_with_its_batch_only(
+    serve: Serve, tmp_path: Path, method: str, action: str
+) -> None:
+    async with serve(FakeEngine(**SLOW), batch_dir=str(tmp_path / "b")) as client:
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+        given = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+        file_id = (await client.post("/v1/files", **given)).json()["id"]
+        body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+        batch = (await client.post("/v1/batches", json=body)).json()
+        running = await record(client)
+        answer = await client.request(method, f"/v1/requests/{running['id']}{action}")
+        assert answer.status_code == 400, answer.text
+        said = f"request '{running['id']}' is one of a batch: only the batch can be changed, which `POST"
+        assert said in answer.json()["error"]["message"]
+        assert (await record(client))["state"] == "running"
+        assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 200
+
+
 SCORED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT | {"prompt_logprobs": 2}),
     ("/v1/completions", {"prompt": "x", "prompt_logprobs": 2}),
