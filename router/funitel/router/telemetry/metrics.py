@@ -120,6 +120,10 @@ class Metrics:
             self._request_failure.labels(FunitelError.metric).inc()
             raise
 
+    def count_aborted(self) -> None:
+        """Count a request whose answer was ended before it was whole, by the id of the request."""
+        self._request_failure.labels("aborted").inc()
+
     def observe_prompt(self, num_tokens: int, max_new_tokens: int) -> None:
         """Note the lengths of a request that passed validation."""
         self._input_length.observe(num_tokens)

@@ -65,6 +65,12 @@ async def test_an_aborted_request_is_answered_up_to_there(serve: Serve, path: st
         assert "word " in answered.text
         assert len(engine.cancelled) == 1
         assert (await client.get("/v1/requests")).json() == {"object": "list", "data": []}
+        lines = (await client.get("/metrics")).text.splitlines()
+        assert "tgi_request_success 0.0" in lines
+        assert [line for line in lines if line.startswith("tgi_request_failure{")] == [
+            'tgi_request_failure{err="aborted"} 1.0'
+        ]
+        assert "tgi_request_duration_count 0.0" in lines
 
 
 async def test_a_stream_is_ended_with_a_finish_reason(serve: Serve) -> None:
