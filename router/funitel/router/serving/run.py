@@ -32,7 +32,8 @@ async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> AnswerTimings
     """Run jobs side by side to their ends; what they generate is given to `take`, as it comes. Return their timings.
 
     They count as one request: as a success when every job has finished, as aborted when one was, else as a failure, of
-    which the caller counts nothing. Leaving early cancels all, and so does the failure of one job, or of `take`, which is raised.
+    which the caller counts nothing. Leaving early cancels all, and so does the failure of one job, or of `take`, which
+    is raised.
 
     Raises:
         Overloaded: they do not all fit in; none runs.
