@@ -6,6 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
+from funitel.router.batch import runner as runner_module
+from funitel.router.batch.active import ActiveBatch
 from funitel.router.batch.folder import BatchFolder
 from funitel.router.batch.formats import BatchAnswer, CheckModel
 from funitel.router.batch.records import BatchRequest, BatchStatus, StoredBatch, StoredFile
@@ -82,7 +86,7 @@ class Bench:
 
     async def ended(self, name: str) -> StoredBatch:
         async with asyncio.timeout(5):
-            while not (batch := await self.found(name)).status.has_ended:
+            while not (batch := await self.found(name)).status.has_ended:  # noqa: ASYNC110 - nothing says when
                 await asyncio.sleep(0.005)
         return batch
 
@@ -166,3 +170,54 @@ async def test_the_files_of_a_batch_that_ends_twice_are_those_of_its_first_end(t
         assert first.output_file_id is not None
         kept = {path.name for path in (tmp_path / "files").iterdir()}
         assert kept == {"file-twice", first.output_file_id} == await made.store(BatchStore.file_ids)
+
+
+@pytest.mark.parametrize("retry_after", [None, 0.0])
+async def test_a_row_that_finds_no_place_is_tried_ever_less_often_and_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retry_after: float | None
+) -> None:
+    monkeypatch.setattr(runner_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(runner_module, "TICK_SECONDS", 0.001)
+    async with bench(tmp_path, lambda place: answered(429 if place < 5 else 200, retry_after)) as made:
+        made.runner.take(await made.batch("one"))
+        running = asyncio.create_task(made.runner.run())
+        ended = await made.ended("one")
+        running.cancel()
+        await asyncio.wait([running])
+        assert (ended.status, ended.num_completed, ended.num_failed) == (BatchStatus.COMPLETED, 1, 0)
+        began = made.execute.began
+        gaps = [later - earlier for earlier, later in zip(began, began[1:], strict=False)]
+        assert len(gaps) == 5
+        for number, gap in enumerate(gaps):
+            assert gap >= 0.01 * 2**number
+
+
+def test_refusals_at_once_lengthen_the_pause_once_and_any_other_answer_ends_it() -> None:
+    active = ActiveBatch(
+        StoredBatch(
+            id="b",
+            owner="",
+            endpoint="/v1/completions",
+            input_file_id="f",
+            completion_window="1h",
+            created_at=0,
+            expires_at=9,
+        )
+    )
+    rows = [BatchRequest(line, "", 0, 1) for line in range(3)]
+    active.next.append(rows[2])
+    for row in rows[:2]:
+        active.refuse(row, 100.0, 1.0, 60.0)
+    assert active.paused_until == 101.0
+    assert [row.line for row in active.next] == [2, 0, 1]  # others have a turn before
+    active.refuse(rows[2], 101.0, 1.0, 60.0)
+    assert active.paused_until == 103.0
+    for _ in range(20):
+        active.refuse(rows[2], active.paused_until, 1.0, 60.0)
+    assert active.paused_until - 60.0 > 103.0
+    before = active.paused_until
+    active.refuse(rows[2], before, 1.0, 60.0)
+    assert active.paused_until == before + 60.0
+    active.admit()
+    active.refuse(rows[2], 1e6, 1.0, 60.0)
+    assert active.paused_until == 1e6 + 1.0

@@ -310,11 +310,14 @@ class BatchRunner:
         now = time.monotonic()
         if answer is None:
             active.give_back(request, now, MAX_PAUSE_SECONDS)
-        elif answer.status in _BUSY:
-            pause = RETRY_SECONDS if answer.retry_after is None else min(answer.retry_after, MAX_PAUSE_SECONDS)
-            active.give_back(request, now, pause)
+            return
+        if answer.status in _BUSY:
+            pause = max(RETRY_SECONDS, answer.retry_after or 0.0)
+            active.refuse(request, now, pause, MAX_PAUSE_SECONDS)
             self._metrics.count_batch_request("retried")
-        elif answer.status in _FAILED and active.may_retry(request.line):
+            return
+        active.admit()
+        if answer.status in _FAILED and active.may_retry(request.line):
             active.give_back(request, now, RETRY_SECONDS)
             self._metrics.count_batch_request("retried")
         else:
