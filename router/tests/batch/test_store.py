@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +132,26 @@ async def test_calls_are_made_one_after_another_in_one_thread(store: BatchStore)
     await thread.close()
 
 
+async def test_files_are_opened_and_removed_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = BatchFolder(tmp_path)
+    folder.lock()
+    seen: list[tuple[str, bool]] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, threading.current_thread() is threading.main_thread()))
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("open", "unlink"):
+        monkeypatch.setattr(Path, name, watched(name, getattr(Path, name)))
+    async with folder.writing() as part:
+        await asyncio.to_thread(part.write, b"abc")
+    assert seen == [("open", False), ("unlink", False)]
+    folder.release()
+
+
 def test_one_process_has_the_folder(tmp_path: Path) -> None:
     first, second = BatchFolder(tmp_path / "b"), BatchFolder(tmp_path / "b")
     assert first.lock()
@@ -139,15 +161,15 @@ def test_one_process_has_the_folder(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+async def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = BatchFolder(tmp_path)
     folder.lock()
-    with folder.writing() as part:
+    async with folder.writing() as part:
         part.write(b"abc")
         assert not folder.path_of("file-1").exists()
         part.keep("file-1")
     assert folder.path_of("file-1").read_bytes() == b"abc"
-    with folder.writing() as part:
+    async with folder.writing() as part:
         part.write(b"abc")
     assert list((tmp_path / "parts").iterdir()) == []
     folder.tidy({"file-1"})

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from funitel.router.batch.folder import BatchFolder, PartialFile
@@ -26,8 +26,8 @@ async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBat
     Raises:
         StorageFailed: the disk is full; the batch is as it was.
     """
-    with ExitStack() as stack:
-        parts = {is_success: stack.enter_context(folder.writing()) for is_success in (True, False)}
+    async with AsyncExitStack() as stack:
+        parts = {is_success: await stack.enter_async_context(folder.writing()) for is_success in (True, False)}
         last, num_expired = 0, 0
         while rows := await store(BatchStore.results, batch.id, last, RESULTS_A_TURN):
             last = rows[-1].line
