@@ -177,6 +177,22 @@ async def test_a_retired_adapter_is_unloaded_once_its_last_request_has_ended(tmp
         await holds(lambda: not shard.adapters, "it is unloaded")
 
 
+async def test_an_adapter_that_is_loaded_again_while_it_retires_stays(tmp_path: Path) -> None:
+    [adapter] = adapters(tmp_path, 1)
+    async with running(tmp_path) as (engine, [shard], _):
+        shard.delay = lambda: 0.01
+        going_on = asyncio.create_task(run(engine, asking(adapter, max_new_tokens=10)))
+        await holds(lambda: bool(shard.steps), "a step is sent")
+        engine.retire_adapter(adapter)
+        await engine.load_adapter(adapter, is_pinned=True)
+        await going_on
+        await asyncio.sleep(0.02)
+        assert set(shard.adapters) == {adapter.id}
+        assert shard.adapter_loads == [adapter.id]
+        engine.retire_adapter(adapter)
+        await holds(lambda: not shard.adapters, "it is unloaded")
+
+
 async def test_an_adapter_of_a_cancelled_row_is_unloaded_after_the_row_was_dropped(tmp_path: Path) -> None:
     first, second = adapters(tmp_path, 2)  # the shard asserts that no row uses what it unloads
     async with running(tmp_path, max_loras=1) as (engine, [shard], _):

@@ -143,7 +143,8 @@ class AdapterSlots:
         self._advance()
 
     def pin(self, adapter: Adapter, *, is_pinned: bool) -> None:
-        """Never evict an adapter that is loaded, or evict it as others from now on."""
+        """Never evict an adapter that is loaded, or evict it as others from now on; it is not retired any more."""
+        self._retired.discard(adapter.id)
         (self._pinned.add if is_pinned else self._pinned.discard)(adapter.id)
 
     def retire(self, adapter: Adapter) -> None:
