@@ -29,6 +29,29 @@ async def test_an_adapter_is_loaded_on_every_replica(tmp_path: Path) -> None:
         await holds(lambda: not any(shard.adapters for [shard] in deployment.replicas), "unloaded")
 
 
+async def test_a_reload_that_fails_on_one_replica_leaves_the_adapter_as_it_was(tmp_path: Path) -> None:
+    first, second, third = adapters(tmp_path, 3)
+    async with running(tmp_path, max_loras=2) as deployment:
+        fleet = deployment.fleet
+        await fleet.load_adapter(first)
+        failing = fleet._serving[1].engine
+        load, failure = failing.load_adapter, ShardFailed("gone")
+
+        async def fail(adapter: Adapter, *, is_pinned: bool = False) -> None:
+            raise failure
+
+        failing.load_adapter = fail  # type: ignore[method-assign]
+        with pytest.raises(ShardFailed, match="gone"):
+            await fleet.load_adapter(first, is_pinned=True)
+        failing.load_adapter = load  # type: ignore[method-assign]
+        await asyncio.sleep(0.02)
+        assert [set(shard.adapters) for [shard] in deployment.replicas] == [{first.id}] * 2
+        assert not fleet._pinned
+        for adapter in (second, third):  # it is not pinned, and gives way
+            await fleet.load_adapter(adapter)
+        assert [set(shard.adapters) for [shard] in deployment.replicas] == [{second.id, third.id}] * 2
+
+
 async def test_requests_with_an_adapter_stay_where_it_is_loaded(tmp_path: Path) -> None:
     [adapter] = adapters(tmp_path, 1)
     async with running(tmp_path) as deployment:

@@ -100,6 +100,10 @@ class Engine:
         self._adapters.pin(adapter, is_pinned=is_pinned)
         self._adapters.release(holder)
 
+    def pin_adapter(self, adapter: Adapter, *, is_pinned: bool) -> None:
+        """Never evict an adapter that is loaded, or evict it as others from now on."""
+        self._adapters.pin(adapter, is_pinned=is_pinned)
+
     def retire_adapter(self, adapter: Adapter) -> None:
         """Unload an adapter once no request uses it or waits for it."""
         self._adapters.retire(adapter)

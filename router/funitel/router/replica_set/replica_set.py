@@ -48,6 +48,7 @@ class ReplicaSet(Membership[ServingReplica]):
         )
         self._next_id = 0
         self._newest: tuple[Request, ServingReplica] | None = None
+        self._loaded: set[str] = set()  # ids of adapters that `load_adapter` has loaded and none has retired
         self._pinned: dict[str, Adapter] = {}  # by id
         metrics.set_limits(self.limits)
         for member in members:
@@ -156,14 +157,24 @@ class ReplicaSet(Membership[ServingReplica]):
         loads = (member.engine.load_adapter(adapter, is_pinned=is_pinned) for member in self._serving)
         failures = [each for each in await asyncio.gather(*loads, return_exceptions=True) if each is not None]
         if failures:
-            self.retire_adapter(adapter)
+            self._undo_load(adapter)
             raise failures[0]
+        self._loaded.add(adapter.id)
         self._pinned.pop(adapter.id, None)
         if is_pinned:
             self._pinned[adapter.id] = adapter
 
+    def _undo_load(self, adapter: Adapter) -> None:
+        """Leave an adapter that could not be loaded everywhere as it was: unloaded, or pinned as before."""
+        if adapter.id not in self._loaded:
+            self.retire_adapter(adapter)
+            return
+        for member in self._serving:
+            member.engine.pin_adapter(adapter, is_pinned=adapter.id in self._pinned)
+
     def retire_adapter(self, adapter: Adapter) -> None:
         """Unload an adapter everywhere once no request uses it or waits for it."""
+        self._loaded.discard(adapter.id)
         self._pinned.pop(adapter.id, None)
         for member in self._serving:
             member.engine.retire_adapter(adapter)
