@@ -11,7 +11,7 @@ SHUTTING_DOWN = "it lets running requests finish and takes no others"
 class Drain:
     """Requests in flight, and whether more are admitted.
 
-    `on_end` is called when it begins, or hands over: nobody can reach the requests in flight any more.
+    `on_end` is called when it begins, or hands over: clients cannot reach the requests in flight any more.
     """
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:

@@ -138,7 +138,7 @@ class Engine:
         self.requests.adopt(sequence, stream)
 
     def _displace(self, user: User) -> None:
-        """Let a sequence of a batch wait again for its adapter, whose place went to another one.
+        """Let a sequence of a batch wait again for its adapter: the place went to another one.
 
         As one that was paused it goes on under a new id, behind the tokens it has.
         """

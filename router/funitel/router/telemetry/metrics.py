@@ -121,7 +121,7 @@ class Metrics:
             raise
 
     def count_aborted(self) -> None:
-        """Count a request whose answer was ended before it was whole, by the id of the request."""
+        """Count a request that was ended, by its id, before its answer was whole."""
         self._request_failure.labels("aborted").inc()
 
     def observe_prompt(self, num_tokens: int, max_new_tokens: int) -> None:
