@@ -132,6 +132,28 @@ async def test_calls_are_made_one_after_another_in_one_thread(store: BatchStore)
     await thread.close()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+async def test_a_task_that_is_cancelled_while_it_opens_a_file_leaves_none(tmp_path: Path, seconds: float) -> None:
+    folder = BatchFolder(tmp_path)
+    folder.lock()
+
+    async def write() -> None:
+        async with folder.writing():
+            await asyncio.sleep(60)
+
+    for _ in range(20):
+        tasks = [asyncio.create_task(write()) for _ in range(8)]
+        await asyncio.sleep(seconds)
+        for _ in range(2):  # as a runner that ends, and the loop after it
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait(tasks)
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert list((tmp_path / "parts").iterdir()) == []
+    folder.release()
+
+
 async def test_files_are_opened_and_removed_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = BatchFolder(tmp_path)
     folder.lock()

@@ -89,6 +89,7 @@ async def test_a_batch_that_gave_way_goes_on_and_moves(tmp_path: Path) -> None:
         assert found == [expected(each) for each in asked]
         assert not behind.done()
         await deployment.lose(0)
+        await holds(lambda: not deployment.fleet.views, "lost")
         await deployment.restart(0)
         assert await asyncio.wait_for(behind, 20) == expected(batch)
 

@@ -6,6 +6,7 @@ A reserve of a megabyte is given up when the disk is full, so that the state tha
 import asyncio
 import fcntl
 import os
+import threading
 import uuid
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
@@ -87,13 +88,12 @@ class BatchFolder:
         The event loop waits for no disk: removing a large file takes long.
         """
         part = PartialFile(self, self.root / _PARTS / uuid.uuid4().hex)
-        opening = asyncio.create_task(asyncio.to_thread(part.open))
         try:
-            await asyncio.shield(opening)
+            await asyncio.to_thread(part.open)
             yield part
         finally:
-            await asyncio.gather(opening, return_exceptions=True)  # its thread goes on when this task is cancelled
-            await asyncio.to_thread(part.discard)
+            removed = asyncio.get_running_loop().run_in_executor(None, part.discard)
+            await asyncio.shield(removed)  # it is done even if this task is cancelled again
 
     def remove(self, file_id: str) -> None:
         """Remove the content of a file."""
@@ -108,12 +108,15 @@ class PartialFile:
         self._folder = folder
         self._path = path
         self._opened: BinaryIO | None = None
+        self._lock = threading.Lock()  # a task that is cancelled while the file is opened discards it at once
+        self._is_discarded = False
         self.num_bytes = 0
 
     def open(self) -> None:
         """Make the file, empty; raises StorageFailed."""
-        with storage_errors():
-            self._opened = self._path.open("xb")
+        with storage_errors(), self._lock:
+            if not self._is_discarded:
+                self._opened = self._path.open("xb")
 
     @property
     def _file(self) -> BinaryIO:
@@ -136,8 +139,10 @@ class PartialFile:
 
     def discard(self) -> None:
         """Remove it, unless it was kept."""
-        if self._opened is not None:
+        with self._lock:
+            self._is_discarded = True
+            if self._opened is not None:
+                with suppress(OSError):
+                    self._opened.close()
             with suppress(OSError):
-                self._opened.close()
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+                self._path.unlink(missing_ok=True)
