@@ -47,7 +47,7 @@ def failures() -> str:
 
 # The values of each label; those of one metric come before those of any.
 LABELS: Mapping[tuple[str, str], str] = {
-    ("tgi_request_failure", "err"): f"{failures()}; `dropped`: the client left",
+    ("tgi_request_failure", "err"): f"{failures()}; `dropped`: the client left; `aborted`: by its id",
     ("tgi_batch_concat_duration", "method"): "always `decode`, as in TGI",
     ("tgi_batch_concat", "reason"): "`backpressure`, `wait_exceeded`, `chunking`",
     ("", "method"): "`prefill`, `decode` or `encode`",

@@ -42,6 +42,25 @@ def test_a_path_that_is_none_is_refused(tmp_path: Path, path: str) -> None:
         locate_below(str(tmp_path), path)
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "a/" * 3000, "loop", "loop/a", "a\ud800b"])
+def test_a_path_that_the_system_cannot_follow_is_refused_in_one_line(tmp_path: Path, path: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidRequest) as refused:
+        locate_below(str(tmp_path), path)
+    assert refused.value.param == "lora_path"
+    assert refused.value.message.startswith("`lora_path` ")
+    assert len(refused.value.message) < 250
+    assert "\n" not in refused.value.message
+
+
+def test_a_link_that_leads_nowhere_within_an_adapter_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "adapter_config.json").symlink_to("adapter_config.json")
+    with pytest.raises(InvalidRequest, match="lora_path"):
+        locate_below(str(tmp_path), "a")
+
+
 def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NoSuchFolder, match="`lora_path` must be a folder"):
         locate_below(str(tmp_path), "none")

@@ -76,6 +76,15 @@ def test_what_is_wrong_with_a_line(tmp_path: Path, changes: dict[str, Any], code
     assert len(error.message) < 500
 
 
+def test_half_a_surrogate_pair_is_an_error_of_its_line(tmp_path: Path) -> None:
+    wrong = b'{"custom_id": "a\\ud800", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+    found, check = checked(tmp_path / "in", line("good") + b"\n" + wrong)
+    assert [each.custom_id for each in found] == ["good"]
+    (error,) = check.errors
+    assert (error.code, error.line, error.param) == ("invalid_custom_id", 2, "custom_id")
+    assert "surrogate" in error.message
+
+
 def test_nesting_without_end_is_an_error_of_its_line(tmp_path: Path) -> None:
     rules = InputRules("/v1/completions", 10, 1_000_000, RULES.check_model)
     _, check = checked(tmp_path / "in", b"[" * 200_000, rules)

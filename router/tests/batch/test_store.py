@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +132,48 @@ async def test_calls_are_made_one_after_another_in_one_thread(store: BatchStore)
     await thread.close()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+async def test_a_task_that_is_cancelled_while_it_opens_a_file_leaves_none(tmp_path: Path, seconds: float) -> None:
+    folder = BatchFolder(tmp_path)
+    folder.lock()
+
+    async def write() -> None:
+        async with folder.writing():
+            await asyncio.sleep(60)
+
+    for _ in range(20):
+        tasks = [asyncio.create_task(write()) for _ in range(8)]
+        await asyncio.sleep(seconds)
+        for _ in range(2):  # as a runner that ends, and the loop after it
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait(tasks)
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert list((tmp_path / "parts").iterdir()) == []
+    folder.release()
+
+
+async def test_files_are_opened_and_removed_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = BatchFolder(tmp_path)
+    folder.lock()
+    seen: list[tuple[str, bool]] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, threading.current_thread() is threading.main_thread()))
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("open", "unlink"):
+        monkeypatch.setattr(Path, name, watched(name, getattr(Path, name)))
+    async with folder.writing() as part:
+        await asyncio.to_thread(part.write, b"abc")
+    assert seen == [("open", False), ("unlink", False)]
+    folder.release()
+
+
 def test_one_process_has_the_folder(tmp_path: Path) -> None:
     first, second = BatchFolder(tmp_path / "b"), BatchFolder(tmp_path / "b")
     assert first.lock()
@@ -139,15 +183,15 @@ def test_one_process_has_the_folder(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+async def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = BatchFolder(tmp_path)
     folder.lock()
-    with folder.writing() as part:
+    async with folder.writing() as part:
         part.write(b"abc")
         assert not folder.path_of("file-1").exists()
         part.keep("file-1")
     assert folder.path_of("file-1").read_bytes() == b"abc"
-    with folder.writing() as part:
+    async with folder.writing() as part:
         part.write(b"abc")
     assert list((tmp_path / "parts").iterdir()) == []
     folder.tidy({"file-1"})

@@ -118,7 +118,7 @@ def test_stop_tokens_and_strings_end_beams() -> None:
             assert stops in ([], [len(each.ids) - 2])  # the token after a 4 completes the stop
             if each.finish_reason is FinishReason.STOP_SEQUENCE:
                 assert each.ids[-2] == 4
-    assert reasons == set(FinishReason)
+    assert reasons == {FinishReason.LENGTH, FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE}
 
 
 def test_what_cannot_follow_is_no_candidate() -> None:

@@ -13,7 +13,7 @@ from fleets import holds
 
 from funitel.proto.errors import DeadlineExceeded, InvalidRequest
 from funitel.router.adapters.folder import inspect
-from funitel.router.core.request import Adapter, Request
+from funitel.router.core.request import Adapter, Request, background_key
 from funitel.router.engine.engine import Engine
 
 
@@ -104,6 +104,81 @@ async def test_an_adapter_in_constant_use_drains_for_one_that_waits(tmp_path: Pa
         assert shard.most_adapters == 1
 
 
+def of_a_batch(adapter: Adapter | None, **lengths: int) -> Request:
+    return replace(asking(adapter, **lengths), key=background_key(b"a"))
+
+
+async def test_a_batch_gives_the_place_of_its_adapter_to_another_request(tmp_path: Path) -> None:
+    first, second = adapters(tmp_path, 2)
+    async with running(tmp_path, max_loras=1) as (engine, [shard], _):
+        shard.delay = lambda: 0.002
+        batch = [of_a_batch(first, max_new_tokens=200, first=i) for i in range(3)]
+        behind = [asyncio.create_task(run(engine, asked)) for asked in batch]
+        await holds(lambda: any(len(step) == 3 for step in shard.steps), "the batch runs")
+        assert await run(engine, asking(second)) == expected(asking(second))
+        assert not any(each.done() for each in behind)
+        assert shard.adapter_loads[:2] == [first.id, second.id]
+        assert await asyncio.gather(*behind) == [expected(asked) for asked in batch]
+        assert shard.adapter_loads == [first.id, second.id, first.id]
+        assert not engine._adapters._slot_of
+        assert not engine._adapters._background
+
+
+async def test_a_batch_gives_way_once_others_beside_it_have_ended(tmp_path: Path) -> None:
+    first, second = adapters(tmp_path, 2)
+    async with running(tmp_path, max_loras=1) as (engine, [shard], _):
+        shard.delay = lambda: 0.002
+        batch, beside = of_a_batch(first, max_new_tokens=200), asking(first, max_new_tokens=20)
+        behind = asyncio.create_task(run(engine, batch))
+        going_on = asyncio.create_task(run(engine, beside))
+        await holds(lambda: any(len(step) == 2 for step in shard.steps), "both run")
+        other = asyncio.create_task(run(engine, asking(second)))
+        assert await going_on == expected(beside)  # it is not preempted
+        assert await other == expected(asking(second))
+        assert not behind.done()
+        assert await behind == expected(batch)
+
+
+async def test_a_batch_drains_no_adapter_that_others_use(tmp_path: Path) -> None:
+    first, second = adapters(tmp_path, 2)
+    async with running(tmp_path, max_loras=1) as (engine, [shard], _):
+        shard.delay = lambda: 0.002
+        going_on = asyncio.create_task(run(engine, asking(first, max_new_tokens=60)))
+        await holds(lambda: bool(shard.steps), "it runs")
+        behind = asyncio.create_task(run(engine, of_a_batch(second)))
+        await holds(lambda: bool(engine._adapters._waiting), "the batch waits")
+        assert await run(engine, asking(first)) == expected(asking(first))  # which waits for no batch
+        assert not going_on.done()
+        assert await behind == expected(asking(second))
+        assert going_on.done()
+
+
+async def test_others_go_before_batches_that_wait_for_adapters(tmp_path: Path) -> None:
+    found = adapters(tmp_path, 4)
+    async with running(tmp_path, max_loras=1) as (engine, [shard], _):
+        shard.loading.clear()
+        asks = [of_a_batch(found[0]), of_a_batch(found[1]), asking(found[2]), asking(found[3])]
+        runs = []
+        for asked in asks:
+            runs.append(asyncio.create_task(run(engine, asked)))
+            await asyncio.sleep(0.002)
+        shard.loading.set()
+        await asyncio.gather(*runs)
+        others = [each.id for each in found[2:]]
+        assert [each for each in shard.adapter_loads if each in others] == others
+        assert shard.adapter_loads.index(found[1].id) == len(shard.adapter_loads) - 2
+        assert shard.adapter_loads[-1] == found[0].id
+
+
+async def test_batches_take_turns_as_others_do(tmp_path: Path) -> None:
+    first, second = adapters(tmp_path, 2)
+    async with running(tmp_path, max_loras=1) as (engine, [shard], _):
+        shard.delay = lambda: 0.001
+        asks = [of_a_batch(each, max_new_tokens=30) for each in (first, second)]
+        assert await asyncio.gather(*(run(engine, asked) for asked in asks)) == [expected(asked) for asked in asks]
+        assert shard.adapter_loads == [first.id, second.id]  # the second waits for the end of the first
+
+
 async def test_waiting_adapters_are_loaded_in_the_order_they_were_asked_for(tmp_path: Path) -> None:
     found = adapters(tmp_path, 6)
     async with running(tmp_path, max_loras=1) as (engine, [shard], _):
@@ -177,6 +252,22 @@ async def test_a_retired_adapter_is_unloaded_once_its_last_request_has_ended(tmp
         await holds(lambda: not shard.adapters, "it is unloaded")
 
 
+async def test_an_adapter_that_is_loaded_again_while_it_retires_stays(tmp_path: Path) -> None:
+    [adapter] = adapters(tmp_path, 1)
+    async with running(tmp_path) as (engine, [shard], _):
+        shard.delay = lambda: 0.01
+        going_on = asyncio.create_task(run(engine, asking(adapter, max_new_tokens=10)))
+        await holds(lambda: bool(shard.steps), "a step is sent")
+        engine.retire_adapter(adapter)
+        await engine.load_adapter(adapter, is_pinned=True)
+        await going_on
+        await asyncio.sleep(0.02)
+        assert set(shard.adapters) == {adapter.id}
+        assert shard.adapter_loads == [adapter.id]
+        engine.retire_adapter(adapter)
+        await holds(lambda: not shard.adapters, "it is unloaded")
+
+
 async def test_an_adapter_of_a_cancelled_row_is_unloaded_after_the_row_was_dropped(tmp_path: Path) -> None:
     first, second = adapters(tmp_path, 2)  # the shard asserts that no row uses what it unloads
     async with running(tmp_path, max_loras=1) as (engine, [shard], _):
@@ -231,7 +322,7 @@ async def test_many_requests_over_many_adapters_with_random_leavers(tmp_path: Pa
 
         async def ask() -> None:
             await asyncio.sleep(chance.random() / 4)
-            asked = asking(
+            asked = chance.choice((asking, of_a_batch))(
                 chance.choice([*found, None]),
                 first=chance.randrange(4),
                 prompt_len=chance.randrange(1, 30),
@@ -246,6 +337,7 @@ async def test_many_requests_over_many_adapters_with_random_leavers(tmp_path: Pa
         assert (use.running, use.waiting) == ((), ())
         assert shard.most_adapters <= 4
         assert not engine._adapters._slot_of
+        assert not engine._adapters._background
         assert not engine._preparing
 
 

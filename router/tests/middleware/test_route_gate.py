@@ -40,7 +40,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 def drain(monkeypatch: pytest.MonkeyPatch) -> Drain:
     """That of the application that is made next."""
     drain = Drain()
-    monkeypatch.setattr("funitel.router.serving.service.Drain", lambda: drain)
+    monkeypatch.setattr("funitel.router.serving.service.Drain", lambda *_: drain)
     return drain
 
 

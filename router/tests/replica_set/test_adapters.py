@@ -9,7 +9,7 @@ from adapter_folders import adapters
 from fleets import expected, holds, request, run, running
 
 from funitel.proto.errors import InvalidRequest, ShardFailed
-from funitel.router.core.request import Adapter, Request
+from funitel.router.core.request import Adapter, Request, background_key
 
 
 def asking(adapter: Adapter | None, max_new_tokens: int = 6, first: int = 0) -> Request:
@@ -27,6 +27,29 @@ async def test_an_adapter_is_loaded_on_every_replica(tmp_path: Path) -> None:
         await holds(lambda: all(set(shard.adapters) == {first.id} for [shard] in deployment.replicas), "on none")
         deployment.fleet.retire_adapter(first)
         await holds(lambda: not any(shard.adapters for [shard] in deployment.replicas), "unloaded")
+
+
+async def test_a_reload_that_fails_on_one_replica_leaves_the_adapter_as_it_was(tmp_path: Path) -> None:
+    first, second, third = adapters(tmp_path, 3)
+    async with running(tmp_path, max_loras=2) as deployment:
+        fleet = deployment.fleet
+        await fleet.load_adapter(first)
+        failing = fleet._serving[1].engine
+        load, failure = failing.load_adapter, ShardFailed("gone")
+
+        async def fail(adapter: Adapter, *, is_pinned: bool = False) -> None:
+            raise failure
+
+        failing.load_adapter = fail  # type: ignore[method-assign]
+        with pytest.raises(ShardFailed, match="gone"):
+            await fleet.load_adapter(first, is_pinned=True)
+        failing.load_adapter = load  # type: ignore[method-assign]
+        await asyncio.sleep(0.02)
+        assert [set(shard.adapters) for [shard] in deployment.replicas] == [{first.id}] * 2
+        assert not fleet._pinned
+        for adapter in (second, third):  # it is not pinned, and gives way
+            await fleet.load_adapter(adapter)
+        assert [set(shard.adapters) for [shard] in deployment.replicas] == [{second.id, third.id}] * 2
 
 
 async def test_requests_with_an_adapter_stay_where_it_is_loaded(tmp_path: Path) -> None:
@@ -51,6 +74,24 @@ async def test_a_request_that_moves_finds_its_adapter_on_the_other_replica(tmp_p
         await deployment.lose(place)
         assert await asyncio.wait_for(going_on, 10) == expected(asked)
         assert deployment.replicas[1 - place][0].adapters == {adapter.id: adapter.path}
+
+
+async def test_a_batch_that_gave_way_goes_on_and_moves(tmp_path: Path) -> None:
+    first, second = adapters(tmp_path, 2)
+    async with running(tmp_path, num_replicas=1, max_loras=1, shard_return_timeout=30) as deployment:
+        [[shard]] = deployment.replicas
+        shard.delay = lambda: 0.002
+        batch = replace(asking(first, 150), key=background_key(b"a"))
+        behind = asyncio.create_task(run(deployment.fleet, batch))
+        await holds(lambda: bool(shard.steps), "the batch runs")
+        asked = [asking(second, first=i) for i in range(3)]
+        found = await asyncio.gather(*(run(deployment.fleet, each) for each in asked))
+        assert found == [expected(each) for each in asked]
+        assert not behind.done()
+        await deployment.lose(0)
+        await holds(lambda: not deployment.fleet.views, "lost")
+        await deployment.restart(0)
+        assert await asyncio.wait_for(behind, 20) == expected(batch)
 
 
 async def test_a_request_that_waits_for_an_adapter_moves_too(tmp_path: Path) -> None:

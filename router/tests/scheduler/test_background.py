@@ -182,6 +182,18 @@ def test_a_full_server_refuses_batches_and_displaces_none_for_them() -> None:
         admission.check(batch, InFlight(0, 0), scheduler)
 
 
+def test_the_target_of_the_first_token_refuses_no_batch() -> None:
+    loop = Loop()
+    for i in range(8):
+        loop.add(i, prompt_len=64)
+    admission = Admission(100, target_seconds=1e-9)
+    for _ in range(20):
+        loop.step()
+    with pytest.raises(Overloaded, match="first token"):
+        admission.check(make_sequence(98, 64, 4, key=b"b"), InFlight(8, 0), loop.scheduler)
+    assert admission.check(make_sequence(99, 64, 4, key=BATCH), InFlight(8, 0), loop.scheduler) is None
+
+
 def test_prompts_of_batches_do_not_count_as_queued_for_others() -> None:
     scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=64), BlockPool(50, BLOCK))
     for i in range(4):

@@ -19,8 +19,11 @@ from funitel.proto.step import (
 )
 from funitel.router.core.beam_group import BeamEnding
 from funitel.router.core.beam_search import BeamParams, BeamSearch
-from funitel.router.core.request import Request, Sequence
+from funitel.router.core.request import Request, Sequence, background_key
 from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.background import BackgroundShare
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.result_check import check_result
 from funitel.router.scheduler.scheduler import Scheduler
@@ -195,6 +198,55 @@ def test_searches_beside_others_find_what_they_find_alone(depth: int, state_slot
     alone.finish()
     for number, generations in alone.answers.items():
         assert [g.tokens.ids for g in bench.answers[number]] == [g.tokens.ids for g in generations]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("state_slots", [0, 40])
+def test_a_search_of_a_batch_sits_out_until_another_has_its_first_token(depth: int, state_slots: int) -> None:
+    bench = Bench(depth=depth, state_slots=state_slots, num_blocks=400)
+    asked = replace(request(5, width=3, eos_token_ids=frozenset()), key=background_key(b"a"))
+    search = bench.add(0, asked)
+    while not search.is_searching or bench.in_flight:
+        bench.turn()
+    before = search.num_computed
+    other = bench.add(1, replace(request(6), input_ids=tuple(i % VOCAB for i in range(30)), key=b"b"))
+    num_plans = len(bench.plans)
+    while not other.output_ids:
+        bench.turn()
+    chunks = [plan for plan in bench.plans[num_plans:] if plan.computed.get(1, 1) > 1]
+    assert [set(plan.computed) for plan in chunks] == [{1}] * 4
+    assert all(plan.beams is None for plan in chunks)
+    assert not any(row.request_id == 0 for plan in chunks for row in plan.rows)  # its own row has ended
+    assert search.num_computed == before
+    bench.finish()
+    assert bench.found(0) == expected(asked)
+
+
+def test_the_beams_of_a_batch_count_as_rows_beside_others() -> None:
+    bench = Bench(num_blocks=400)
+    searches = {i: replace(request(i, width=4, eos_token_ids=frozenset()), key=background_key(b"a")) for i in range(3)}
+    for number, each in searches.items():
+        bench.add(number, each)
+    while any(not sequence.is_searching for sequence in bench.scheduler.running.values()) or bench.scheduler.waiting:
+        bench.turn()
+    while bench.in_flight:
+        bench.turn()
+    other = Sequence(9, replace(request(9), key=b"b"))
+    costs = StepCostModel(None)
+    for count in (1, 8, 2, 16, 4, 32, 1, 8) * 20:
+        costs.observe(StepLoad(count, count * 10), 0.010 + 0.001 * count)
+    share = BackgroundShare(costs)
+    share.num_quiet_steps = 0
+    rows, _ = share.max_rows([other, *bench.scheduler.running.values()])
+    assert 2 <= rows <= 3  # a quarter of 11 ms
+    part = bench.scheduler._running.decode(rows)
+    assert part.num_held == 2  # the first goes on, whatever its rows
+    assert part.held_searches == {1, 2}
+    assert not part.updates
+    part = bench.scheduler._running.decode(8)
+    assert part.held_searches == {2}
+    bench.finish()
+    assert [bench.found(i) for i in range(3)] == [expected(each) for each in searches.values()]
 
 
 def test_full_blocks_are_shared_and_only_the_last_is_copied() -> None:

@@ -6,10 +6,13 @@ The weights are read by the shards alone, which also check ranks, targets and sh
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from funitel.proto.errors import InvalidRequest, StartupError
+from funitel.proto.printable import shortened
 from funitel.proto.settings.adapter_list import AdapterSource
 from funitel.router.core.request import Adapter
 from funitel.router.text.model_files import fetch_files
@@ -17,6 +20,7 @@ from funitel.router.text.model_files import fetch_files
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 1_000_000
 VERSION_CHARACTERS = 16
+MAX_SHOWN = 100  # characters of a path in a message
 PATH = "lora_path"  # the field of a request that names the folder
 
 
@@ -64,14 +68,32 @@ def locate_below(root: str | None, path: str) -> Path:
         raise InvalidRequest("adapters can be loaded at run time with --lora-folder only, which is not given", PATH)
     if not path.strip() or "\0" in path:
         raise InvalidRequest("`lora_path` cannot be empty, or have a zero byte", PATH)
-    top = Path(root).expanduser().resolve()
-    folder = (top / path).resolve()
-    for found in (folder, folder / CONFIG, folder / WEIGHTS):
-        if not found.resolve().is_relative_to(top):
-            raise InvalidRequest(f"`lora_path` must be below the folder of --lora-folder. Given: {path!r}", PATH)
-    if not folder.is_dir():
-        raise NoSuchFolder(f"`lora_path` must be a folder. Given: {path!r}", PATH)
+    with _followed(path):
+        top = Path(root).expanduser().resolve()
+        folder = (top / path).resolve()
+        for found in (folder, folder / CONFIG, folder / WEIGHTS):
+            if not found.resolve().is_relative_to(top):
+                words = "`lora_path` must be below the folder of --lora-folder"
+                raise InvalidRequest(f"{words}. Given: {_shown(path)}", PATH)
+        if not folder.is_dir():
+            raise NoSuchFolder(f"`lora_path` must be a folder. Given: {_shown(path)}", PATH)
     return folder
+
+
+@contextmanager
+def _followed(path: str) -> Iterator[None]:
+    """Refuse a path that the system cannot follow: too long, a loop of links, closed to this process."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no path"
+        if isinstance(error, RuntimeError):
+            reason = "its symbolic links form a loop"
+        raise InvalidRequest(f"`lora_path` cannot be followed: {reason}. Given: {_shown(path)}", PATH) from error
+
+
+def _shown(path: str) -> str:
+    return shortened(ascii(path), MAX_SHOWN)
 
 
 def inspect(name: str, folder: Path) -> AdapterFolder:
@@ -81,14 +103,16 @@ def inspect(name: str, folder: Path) -> AdapterFolder:
         NoSuchFolder: it does not exist.
         InvalidRequest: it is no adapter of PEFT's layout with its weights in safetensors.
     """
-    if not folder.is_dir():
-        raise NoSuchFolder(f"`lora_path` must be a folder. Given: {str(folder)!r}", PATH)
+    with _followed(str(folder)):
+        if not folder.is_dir():
+            raise NoSuchFolder(f"`lora_path` must be a folder. Given: {str(folder)!r}", PATH)
+        has_weights, has_pickle = (folder / WEIGHTS).is_file(), (folder / PICKLE).exists()
     config = _read_config(folder)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise InvalidRequest(f"{CONFIG} must have `peft_type` LORA. Given: {kind!r}", PATH)
-    if not (folder / WEIGHTS).is_file():
-        pickle = f"; {PICKLE}, a pickle, is never read" if (folder / PICKLE).exists() else ""
+    if not has_weights:
+        pickle = f"; {PICKLE}, a pickle, is never read" if has_pickle else ""
         raise InvalidRequest(f"the adapter has no {WEIGHTS}{pickle}", PATH)
     base = config.get("base_model_name_or_path")
     path = folder.resolve()

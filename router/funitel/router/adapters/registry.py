@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +60,7 @@ class AdapterRegistry:
         self._base_names = frozenset(base_names)
         self._known: dict[str, KnownAdapter] = {}
         self._changing: set[str] = set()  # names that are being loaded
+        self._pinning: set[str] = set()  # those of them that will be pinned
         self._removed: OrderedDict[str, None] = OrderedDict()  # names of adapters that are gone
 
     @property
@@ -131,11 +132,11 @@ class AdapterRegistry:
         self._check_name(name, is_known=old is not None and not in_place)
         with self._changed(name):
             folder: AdapterFolder = await asyncio.to_thread(inspect, name, path_found)
-            self._check_pins(name, is_pinned=is_pinned)
-            try:
-                await engine.load_adapter(folder.adapter, is_pinned=is_pinned)
-            except InvalidRequest as error:
-                raise InvalidRequest(error.message, PATH) from error
+            with self._pinned(name) if is_pinned else nullcontext():
+                try:
+                    await engine.load_adapter(folder.adapter, is_pinned=is_pinned)
+                except InvalidRequest as error:
+                    raise InvalidRequest(error.message, PATH) from error
             self._known[name] = KnownAdapter(folder.adapter, folder.base, is_pinned)
             self._removed.pop(name, None)
             if old is not None and old.adapter.id != folder.adapter.id:
@@ -171,13 +172,19 @@ class AdapterRegistry:
         if is_known:
             raise InvalidRequest(f"The lora adapter '{name}' has already been loaded.", NAME)
 
-    def _check_pins(self, name: str, *, is_pinned: bool) -> None:
-        """One place at least must be left for adapters that are not pinned."""
-        pinned = sum(known.is_pinned for known in self._known.values() if known.adapter.name != name)
-        most = self._settings.max_loras - 1
-        if is_pinned and pinned >= most:
+    @contextmanager
+    def _pinned(self, name: str) -> Iterator[None]:
+        """Count a name as pinned while it is being loaded; one place at least must be left for others."""
+        known = {known.adapter.name for known in self._known.values() if known.is_pinned}
+        count = len((known | self._pinning) - {name})
+        if count >= self._settings.max_loras - 1:
             words = f"`pinned` adapters must be fewer than --max-loras {self._settings.max_loras}"
-            raise InvalidRequest(f"{words}. Given: {pinned + 1}", "pinned")
+            raise InvalidRequest(f"{words}. Given: {count + 1}", "pinned")
+        self._pinning.add(name)
+        try:
+            yield
+        finally:
+            self._pinning.discard(name)
 
     @contextmanager
     def _changed(self, name: str) -> Iterator[None]:

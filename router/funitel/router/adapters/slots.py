@@ -4,11 +4,14 @@ At most `max_loaded` are loaded, being loaded or being unloaded. For an adapter 
 evicted, the least recently used first. If all are used, one of them *drains*, the one that was loaded first: its
 sequences go on, those that come later wait behind the ones that waited before, and it is unloaded once it is idle. So
 each waiting adapter has its turn, and a sequence that waits holds nothing that another one waits for.
+
+Background users, the sequences of batches, wait behind all others, and drain no adapter that others use. An adapter
+that background users alone have is the first to drain for others, and its users are displaced: they wait for it again.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -50,6 +53,7 @@ class _Slot:
     num_bytes: int = 0
     loaded: int = 0  # how many were loaded before it
     is_draining: bool = False
+    is_displacing: bool = False  # its users are about to leave
 
     @property
     def is_idle(self) -> bool:
@@ -73,6 +77,7 @@ class AdapterSlots:
         max_loaded: maximum in memory.
         metrics: count loads and evictions.
         rows_dropped: returns once the ranks hold no row of a sequence that has left.
+        displace: must release a background user, not from within another call; it may ask for its adapter again.
         check: raises InvalidRequest for an adapter if its files are no longer those of its id; it may block.
     """
 
@@ -82,34 +87,39 @@ class AdapterSlots:
         max_loaded: int,
         metrics: AdapterMetrics,
         rows_dropped: Callable[[], Awaitable[None]],
+        displace: Callable[[User], None],
         check: Callable[[Adapter], None] = check_unchanged,
     ) -> None:
         self._ranks = ranks
         self._max_loaded = max_loaded
         self._metrics = metrics
         self._rows_dropped = rows_dropped
+        self._displace = displace
         self._check = check
         self._slots: dict[str, _Slot] = {}  # by id; the least recently used first
         self._waiting: dict[str, _Queue] = {}  # by id; the one that was asked for first is first
         self._slot_of: dict[User, _Slot] = {}
         self._queue_of: dict[User, _Queue] = {}
+        self._background: set[User] = set()  # of those that have an adapter or wait for one
         self._pinned: set[str] = set()
         self._retired: set[str] = set()
         self._num_loads = 0
         self._tasks = Tasks()
         self._is_closed = False
 
-    def take(self, user: User, adapter: Adapter) -> bool:
+    def take(self, user: User, adapter: Adapter, *, is_background: bool = False) -> bool:
         """Let a user have an adapter, if it has it or it is loaded and no other one waits for its place."""
         if user in self._slot_of:
             return True
         slot = self._slots.get(adapter.id)
         if slot is None or slot.stage is not _Stage.LOADED or slot.is_draining:
             return False
+        if is_background:
+            self._background.add(user)
         self._give(slot, user)
         return True
 
-    async def wait(self, user: User, adapter: Adapter) -> None:
+    async def wait(self, user: User, adapter: Adapter, *, is_background: bool = False) -> None:
         """Return once a user has an adapter; leaving early, and `release`, end the wait.
 
         Raises:
@@ -118,8 +128,10 @@ class AdapterSlots:
         """
         if self._is_closed:
             raise ShardFailed("the replica is closed")
-        if self.take(user, adapter):
+        if self.take(user, adapter, is_background=is_background):
             return
+        if is_background:
+            self._background.add(user)
         queue = self._waiting.setdefault(adapter.id, _Queue(adapter))
         future = queue.futures[user] = asyncio.get_running_loop().create_future()
         self._queue_of[user] = queue
@@ -132,6 +144,7 @@ class AdapterSlots:
 
     def release(self, user: User) -> None:
         """Take an adapter back from a user, or end its wait; the user may have neither."""
+        self._background.discard(user)
         slot = self._slot_of.pop(user, None)
         if slot is not None:
             slot.users.discard(user)
@@ -143,7 +156,8 @@ class AdapterSlots:
         self._advance()
 
     def pin(self, adapter: Adapter, *, is_pinned: bool) -> None:
-        """Never evict an adapter that is loaded, or evict it as others from now on."""
+        """Never evict an adapter that is loaded, or evict it as others from now on; it is not retired any more."""
+        self._retired.discard(adapter.id)
         (self._pinned.add if is_pinned else self._pinned.discard)(adapter.id)
 
     def retire(self, adapter: Adapter) -> None:
@@ -177,6 +191,7 @@ class AdapterSlots:
                     future.set_exception(ShardFailed("the replica is closed"))
         self._waiting.clear()
         self._queue_of.clear()
+        self._background.clear()
 
     async def close(self) -> None:
         """Halt, and give up what is being loaded and unloaded."""
@@ -193,7 +208,7 @@ class AdapterSlots:
         leaving = sum(slot.stage is _Stage.UNLOADING for slot in self._slots.values())
         for slot in self._slots.values():
             slot.is_draining = False
-        for adapter_id, queue in tuple(self._waiting.items()):
+        for adapter_id, queue in sorted(self._waiting.items(), key=lambda each: self._is_behind(each[1].futures)):
             found = self._slots.get(adapter_id)
             if found is not None:
                 if found.stage is _Stage.LOADED and not found.is_draining:
@@ -204,14 +219,22 @@ class AdapterSlots:
             elif leaving:
                 leaving -= 1
             else:
-                self._make_room()
+                self._make_room(for_background=self._is_behind(queue.futures))
         for adapter_id in tuple(self._retired):
             slot_left = self._slots.get(adapter_id)
             if slot_left is not None and slot_left.is_idle and adapter_id not in self._waiting:
                 self._unload(slot_left)
 
-    def _make_room(self) -> None:
-        """Evict the least recently used of the idle, or else have the oldest one drain that does not yet."""
+    def _is_behind(self, users: Collection[User]) -> bool:
+        """Whether all of some users are background ones."""
+        return self._background.issuperset(users)
+
+    def _make_room(self, *, for_background: bool) -> None:
+        """Evict the least recently used of the idle, or else have the oldest one drain that does not yet.
+
+        One that background users alone have drains before others, and its users leave at once; for background users no
+        other drains, and its users stay to their ends.
+        """
         loaded = [
             slot
             for slot in self._slots.values()
@@ -221,8 +244,22 @@ class AdapterSlots:
         if idle is not None:
             self._metrics.count_eviction()
             self._unload(idle)
-        elif loaded:
-            min(loaded, key=lambda slot: slot.loaded).is_draining = True
+            return
+        behind = [slot for slot in loaded if self._is_behind(slot.users)]
+        slot = min(behind if behind or for_background else loaded, key=lambda slot: slot.loaded, default=None)
+        if slot is None:
+            return
+        slot.is_draining = True
+        if behind and not for_background and not slot.is_displacing:
+            slot.is_displacing = True
+            asyncio.get_running_loop().call_soon(self._displace_users, slot)  # this may be in the midst of a step
+
+    def _displace_users(self, slot: _Slot) -> None:
+        """Have the background users of an adapter leave, if it still drains for others and has no other users."""
+        slot.is_displacing = False
+        for user in tuple(slot.users):
+            if slot.is_draining and not self._is_closed and self._is_behind(slot.users):
+                self._displace(user)
 
     def _give(self, slot: _Slot, user: User) -> None:
         slot.users.add(user)

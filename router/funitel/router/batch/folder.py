@@ -3,11 +3,13 @@
 A reserve of a megabyte is given up when the disk is full, so that the state that says so can be written.
 """
 
+import asyncio
 import fcntl
 import os
+import threading
 import uuid
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +21,7 @@ _LOCK, _RESERVE, _FILES, _PARTS = "lock", "reserve", "files", "parts"
 
 
 class BatchFolder:
-    """The folder that `--batch-dir` names. Methods block, except `path_of`."""
+    """The folder that `--batch-dir` names. Methods block, except `path_of` and `writing`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -79,15 +81,19 @@ class BatchFolder:
         with suppress(OSError):
             (self.root / _RESERVE).unlink(missing_ok=True)
 
-    @contextmanager
-    def writing(self) -> Iterator["PartialFile"]:
-        """A file that is written in parts; removed at the end of the block unless it was kept."""
-        with storage_errors():
-            part = PartialFile(self, self.root / _PARTS / uuid.uuid4().hex)
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator["PartialFile"]:
+        """A file that is written in parts; removed at the end of the block unless it was kept.
+
+        The event loop waits for no disk: removing a large file takes long.
+        """
+        part = PartialFile(self, self.root / _PARTS / uuid.uuid4().hex)
         try:
+            await asyncio.to_thread(part.open)
             yield part
         finally:
-            part.discard()
+            removed = asyncio.get_running_loop().run_in_executor(None, part.discard)
+            await asyncio.shield(removed)  # it is done even if this task is cancelled again
 
     def remove(self, file_id: str) -> None:
         """Remove the content of a file."""
@@ -96,13 +102,26 @@ class BatchFolder:
 
 
 class PartialFile:
-    """A content that is being written, under a name that no reader knows."""
+    """A content that is being written, under a name that no reader knows. Methods block."""
 
     def __init__(self, folder: BatchFolder, path: Path) -> None:
         self._folder = folder
         self._path = path
-        self._file = path.open("xb")
+        self._opened: BinaryIO | None = None
+        self._lock = threading.Lock()  # a task that is cancelled while the file is opened discards it at once
+        self._is_discarded = False
         self.num_bytes = 0
+
+    def open(self) -> None:
+        """Make the file, empty; raises StorageFailed."""
+        with storage_errors(), self._lock:
+            if not self._is_discarded:
+                self._opened = self._path.open("xb")
+
+    @property
+    def _file(self) -> BinaryIO:
+        assert self._opened is not None, "it is not open"
+        return self._opened
 
     def write(self, content: bytes) -> None:
         """Append to it; raises StorageFailed."""
@@ -120,7 +139,10 @@ class PartialFile:
 
     def discard(self) -> None:
         """Remove it, unless it was kept."""
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        with self._lock:
+            self._is_discarded = True
+            if self._opened is not None:
+                with suppress(OSError):
+                    self._opened.close()
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)

@@ -122,6 +122,9 @@ def _check_line(line: _Line, rules: InputRules, seen: dict[str, int]) -> str | B
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
         words = f"`custom_id` must be a string of 1 to {MAX_CUSTOM_ID} characters. Given: {_shown(custom_id)}"
         return wrong("invalid_custom_id", words, "custom_id")
+    if not custom_id.isascii() and any("\ud800" <= each <= "\udfff" for each in custom_id):
+        words = f"`custom_id` must be valid Unicode, without lone surrogates. Given: {_shown(custom_id)}"
+        return wrong("invalid_custom_id", words, "custom_id")
     if custom_id in seen:
         words = f"`custom_id` must be unique, line {seen[custom_id]} has it too. Given: {_shown(custom_id)}"
         return wrong("duplicate_custom_id", words, "custom_id")

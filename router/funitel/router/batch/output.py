@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from funitel.router.batch.folder import BatchFolder, PartialFile
@@ -15,17 +15,19 @@ RESULTS_A_TURN = 200
 PURPOSE = "batch_output"
 
 
-async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBatch, status: BatchStatus) -> None:
+async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBatch, status: BatchStatus) -> bool:
     """Write the results of a batch to files, and end it with `status`.
 
     Of a batch that has expired, what was not run is an error; of one that was cancelled it is left out. Until the store
     has the files, nothing refers to them, and a process that begins anew writes them anew.
 
+    Returns False where the batch has ended meanwhile: it keeps the files it has.
+
     Raises:
         StorageFailed: the disk is full; the batch is as it was.
     """
-    with ExitStack() as stack:
-        parts = {is_success: stack.enter_context(folder.writing()) for is_success in (True, False)}
+    async with AsyncExitStack() as stack:
+        parts = {is_success: await stack.enter_async_context(folder.writing()) for is_success in (True, False)}
         last, num_expired = 0, 0
         while rows := await store(BatchStore.results, batch.id, last, RESULTS_A_TURN):
             last = rows[-1].line
@@ -52,7 +54,11 @@ async def write_output(store: StoreThread, folder: BatchFolder, batch: StoredBat
         error_file_id=files[False].id if False in files else None,
         num_failed=batch.num_failed + num_expired,
     )
-    await store(BatchStore.end_batch, ended, list(files.values()), now)
+    was_ended = await store(BatchStore.end_batch, ended, list(files.values()), now)
+    if not was_ended:
+        for file in files.values():
+            await asyncio.to_thread(folder.remove, file.id)
+    return was_ended
 
 
 def _write(parts: dict[bool, PartialFile], rows: Sequence[RequestResult], status: BatchStatus) -> int:

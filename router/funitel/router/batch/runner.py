@@ -233,6 +233,8 @@ class BatchRunner:
         """End what has expired or is done, and start requests while there is room."""
         for active in list(self._active.values()):
             batch = active.batch
+            if self._active.get(batch.id) is not active:  # cancelled since, or failed
+                continue
             if self._clock() >= batch.expires_at:
                 await self._stop(batch.id)
                 await self._finish(batch, BatchStatus.EXPIRED)
@@ -248,17 +250,19 @@ class BatchRunner:
         if status is BatchStatus.COMPLETED:
             of = (BatchStatus.IN_PROGRESS,)
             try:
-                await self._store(BatchStore.set_status, batch.id, BatchStatus.FINALIZING, self.now(), of=of)
+                found = await self._store(BatchStore.set_status, batch.id, BatchStatus.FINALIZING, self.now(), of=of)
             except StorageFailed as error:
                 await self._fail(batch, error)
+                return
+            if found is None or found.status is not BatchStatus.FINALIZING:  # cancelled since
                 return
         self._begin(batch, self._end(batch, status))
 
     async def _end(self, batch: StoredBatch, status: BatchStatus) -> None:
         latest = await self._store(BatchStore.batch, batch.id)
         assert latest is not None, "batches are never deleted"
-        await write_output(self._store, self._folder, latest, status)
-        logger.info("batch %s %s requests=%d", batch.id, status, latest.num_requests)
+        if await write_output(self._store, self._folder, latest, status):
+            logger.info("batch %s %s requests=%d", batch.id, status, latest.num_requests)
 
     async def _next(self) -> ActiveBatch | None:
         """The next batch that has a request to start; batches take turns."""
@@ -306,11 +310,14 @@ class BatchRunner:
         now = time.monotonic()
         if answer is None:
             active.give_back(request, now, MAX_PAUSE_SECONDS)
-        elif answer.status in _BUSY:
-            pause = RETRY_SECONDS if answer.retry_after is None else min(answer.retry_after, MAX_PAUSE_SECONDS)
-            active.give_back(request, now, pause)
+            return
+        if answer.status in _BUSY:
+            pause = max(RETRY_SECONDS, answer.retry_after or 0.0)
+            active.refuse(request, now, pause, MAX_PAUSE_SECONDS)
             self._metrics.count_batch_request("retried")
-        elif answer.status in _FAILED and active.may_retry(request.line):
+            return
+        active.admit()
+        if answer.status in _FAILED and active.may_retry(request.line):
             active.give_back(request, now, RETRY_SECONDS)
             self._metrics.count_batch_request("retried")
         else:

@@ -274,18 +274,23 @@ class BatchStore:
         rows = self._rows(query, id, after, limit)
         return [RequestResult(line, custom_id, bool(success), content) for line, custom_id, success, content in rows]
 
-    def end_batch(self, batch: StoredBatch, files: Iterable[StoredFile], now: int) -> None:
-        """End a batch with the status, counts and files that `batch` has, and forget its requests."""
+    def end_batch(self, batch: StoredBatch, files: Iterable[StoredFile], now: int) -> bool:
+        """End a batch with the status, counts and files that `batch` has, and forget its requests.
+
+        Returns False, and changes nothing, where it has ended already.
+        """
         with self._transaction() as db:
+            unfinished = [status for status in BatchStatus if not status.has_ended]
+            if not self._enter(db, batch.id, batch.status, now, unfinished):
+                return False
             for file in files:
                 _insert_file(db, file)
-            unfinished = [status for status in BatchStatus if not status.has_ended]
-            self._enter(db, batch.id, batch.status, now, unfinished)
             db.execute(
                 "UPDATE batches SET output_file_id = ?, error_file_id = ?, num_failed = ? WHERE id = ?",
                 (batch.output_file_id, batch.error_file_id, batch.num_failed, batch.id),
             )
             db.execute("DELETE FROM requests WHERE batch = ?", (batch.id,))
+        return True
 
 
 class StoreThread:

@@ -146,6 +146,11 @@ class Sequence:
         """Whether beams are rows in its place, and its own has ended with its prompt."""
         return self.beams is not None and bool(self.beams.tables)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the next step that it takes part in: of a search one for each beam."""
+        return len(self.beams.search.beams) if self.beams is not None and self.beams.tables else 1
+
     def ahead(self) -> tuple[int, int]:
         """Return the tokens computed after all steps in flight, and those that the next step may compute.
 

@@ -7,10 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from itertools import count
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
-from funitel.router.adapters.slots import AdapterSlots
-from funitel.router.core.request import Adapter, Limits, Request, Sequence
+from funitel.router.adapters.slots import AdapterSlots, User
+from funitel.router.core.request import Adapter, Limits, Request, Sequence, is_background
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.paused import PausedRequests
@@ -46,7 +47,7 @@ class Engine:
         self._replica = replica
         self._scheduler = scheduler
         self._metrics = metrics
-        self._adapters = AdapterSlots(replica.ranks, max_loras, metrics.adapters, self._rows_dropped)
+        self._adapters = AdapterSlots(replica.ranks, max_loras, metrics.adapters, self._rows_dropped, self._displace)
         self.requests = RequestTable(
             scheduler,
             metrics,
@@ -75,7 +76,7 @@ class Engine:
             scheduler, self.requests.streams, admission, self._steps.past, len(replica.infos), self._adapters.use
         )
         self.views = {0: view}  # of the only replica
-        self._next_id = 0
+        self.new_ids = count()  # of sequences; those of several replicas share one
         self._is_draining = False
 
     @property
@@ -100,6 +101,10 @@ class Engine:
         self._adapters.pin(adapter, is_pinned=is_pinned)
         self._adapters.release(holder)
 
+    def pin_adapter(self, adapter: Adapter, *, is_pinned: bool) -> None:
+        """Never evict an adapter that is loaded, or evict it as others from now on."""
+        self._adapters.pin(adapter, is_pinned=is_pinned)
+
     def retire_adapter(self, adapter: Adapter) -> None:
         """Unload an adapter once no request uses it or waits for it."""
         self._adapters.retire(adapter)
@@ -118,7 +123,6 @@ class Engine:
         check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
         sequence = self._sequence_of(request)
-        self._next_id += 1
         return self.requests.admit(sequence, self._in_flight(request.key))
 
     def _in_flight(self, key: bytes) -> InFlight:
@@ -130,9 +134,20 @@ class Engine:
         if self._steps.has_ended:
             stream.deliver(ShardFailed("the engine has stopped"))
             return
-        sequence.id = self._next_id
-        self._next_id += 1
+        sequence.id = next(self.new_ids)
         self.requests.adopt(sequence, stream)
+
+    def _displace(self, user: User) -> None:
+        """Let a sequence of a batch wait again for its adapter: the place went to another one.
+
+        As one that was paused it goes on under a new id, behind the tokens it has.
+        """
+        stream = self.requests.streams.get(user) if isinstance(user, int) else None
+        sequence = None if stream is None else self.requests.find(stream)
+        if stream is None or sequence is None or self._steps.has_ended:
+            return
+        self.requests.withdraw(sequence)
+        self._resume(sequence.afresh(), stream)
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -144,7 +159,7 @@ class Engine:
         """The sequence of a request that comes now."""
         num_opening = self._replica.info.num_opening_tokens
         known = list(request.output_ids)
-        return Sequence(self._next_id, request, known, num_opening=num_opening, arrived=time.monotonic())
+        return Sequence(next(self.new_ids), request, known, num_opening=num_opening, arrived=time.monotonic())
 
     def on_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
         """Have `on_lost` called once the shards are gone; it must call `evacuate`."""
@@ -182,7 +197,8 @@ class Engine:
 
     def _take(self, sequence: Sequence) -> None:
         request = sequence.request
-        is_ready = request.adapter is None or self._adapters.take(sequence.id, request.adapter)
+        is_behind = is_background(request.key)
+        is_ready = request.adapter is None or self._adapters.take(sequence.id, request.adapter, is_background=is_behind)
         if is_ready and not request.sampling.grammar:
             self._queue(sequence)
             return
@@ -196,12 +212,13 @@ class Engine:
 
     async def _prepare_and_queue(self, sequence: Sequence) -> None:
         """Queue a sequence once the shards have its grammar and its adapter, unless the client has left by then."""
-        sampling, adapter = sequence.request.sampling, sequence.request.adapter
+        request = sequence.request
+        sampling, adapter = request.sampling, request.adapter
         try:
             if sampling.grammar:
                 await self._replica.compile_grammar(sampling.grammar_type, sampling.grammar)
             if adapter is not None and sequence in self.requests:
-                await self._adapters.wait(sequence.id, adapter)
+                await self._adapters.wait(sequence.id, adapter, is_background=is_background(request.key))
             if self._steps.has_ended:
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from functools import partial
+from itertools import count
 
 from funitel.proto.errors import FunitelError, ShardFailed, StartupError
 from funitel.proto.step import Capability
@@ -46,8 +47,9 @@ class ReplicaSet(Membership[ServingReplica]):
         self.paused = PausedRequests(
             lambda: (holder.requests for holder in self._holders()), self._unpause, self._can_resume, metrics
         )
-        self._next_id = 0
+        self._new_ids = count()  # of sequences, on any replica
         self._newest: tuple[Request, ServingReplica] | None = None
+        self._loaded: set[str] = set()  # ids of adapters that `load_adapter` has loaded and none has retired
         self._pinned: dict[str, Adapter] = {}  # by id
         metrics.set_limits(self.limits)
         for member in members:
@@ -77,7 +79,6 @@ class ReplicaSet(Membership[ServingReplica]):
         check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
         sequence = self._sequence_of(request)
-        self._next_id += 1
         if not self._serving:
             return self._holding.requests.admit(sequence, self._in_flight(request.key))
         member = self._replica_of_sibling(request) or self._choose(sequence)
@@ -104,7 +105,7 @@ class ReplicaSet(Membership[ServingReplica]):
         """The sequence of a request that comes now."""
         num_opening = self._infos[0].num_opening_tokens
         known = list(request.output_ids)
-        return Sequence(self._next_id, request, known, num_opening=num_opening, arrived=time.monotonic())
+        return Sequence(next(self._new_ids), request, known, num_opening=num_opening, arrived=time.monotonic())
 
     def _in_flight(self, key: bytes) -> InFlight:
         """Count requests of all replicas and reservations: all, and those of a key."""
@@ -122,8 +123,7 @@ class ReplicaSet(Membership[ServingReplica]):
         if self._return_timeout.is_over:
             stream.deliver(ShardFailed(NO_REPLICA))
             return
-        sequence.id = self._next_id
-        self._next_id += 1
+        sequence.id = next(self._new_ids)
         self._resume(sequence, stream)
 
     def _replica_of_sibling(self, request: Request) -> ServingReplica | None:
@@ -156,14 +156,24 @@ class ReplicaSet(Membership[ServingReplica]):
         loads = (member.engine.load_adapter(adapter, is_pinned=is_pinned) for member in self._serving)
         failures = [each for each in await asyncio.gather(*loads, return_exceptions=True) if each is not None]
         if failures:
-            self.retire_adapter(adapter)
+            self._undo_load(adapter)
             raise failures[0]
+        self._loaded.add(adapter.id)
         self._pinned.pop(adapter.id, None)
         if is_pinned:
             self._pinned[adapter.id] = adapter
 
+    def _undo_load(self, adapter: Adapter) -> None:
+        """Leave an adapter that could not be loaded everywhere as it was: unloaded, or pinned as before."""
+        if adapter.id not in self._loaded:
+            self.retire_adapter(adapter)
+            return
+        for member in self._serving:
+            member.engine.pin_adapter(adapter, is_pinned=adapter.id in self._pinned)
+
     def retire_adapter(self, adapter: Adapter) -> None:
         """Unload an adapter everywhere once no request uses it or waits for it."""
+        self._loaded.discard(adapter.id)
         self._pinned.pop(adapter.id, None)
         for member in self._serving:
             member.engine.retire_adapter(adapter)
@@ -239,6 +249,7 @@ class ReplicaSet(Membership[ServingReplica]):
     def _on_join(self, member: ServingReplica) -> str:
         """Let the requests of the holding queue go on."""
         member.engine.on_loss(partial(self._lose, member))
+        member.engine.new_ids = self._new_ids
         self._tasks.start(self._load_pinned(member.engine))
         waiting = self._holding.evacuate()
         num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)

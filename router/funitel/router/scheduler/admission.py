@@ -208,7 +208,7 @@ class Admission:
 
     def _check_target(self, incoming: Sequence, holder: SequenceHolder) -> None:
         target, ttft_estimator = self._target_seconds, holder.ttft_estimator
-        if target is None or ttft_estimator is None:
+        if target is None or ttft_estimator is None or is_background(incoming.request.key):
             return
         seconds = self._seconds_to_first_token(incoming, holder, ttft_estimator)
         if holder.running or len(holder.waiting):  # else nothing can come between

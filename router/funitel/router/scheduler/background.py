@@ -29,12 +29,12 @@ class BackgroundShare:
         return BESIDE_FACTOR * self._step_time.plain_seconds(others if others.num_decodes else StepLoad(1, 1))
 
     def max_rows(self, running: Iterable[Sequence]) -> tuple[int, float]:
-        """Return the sequences of batches that may take part in the next step, one at least, and the step's seconds."""
+        """Return the rows that sequences of batches may have in the next step, one at least, and the step's seconds."""
         others, behind = StepLoad(), StepLoad()
         for sequence in running:
             load = behind if is_background(sequence.request.key) else others
-            load.num_decodes += 1
-            load.decode_context += sequence.num_known
+            load.num_decodes += sequence.num_rows
+            load.decode_context += sequence.num_known * sequence.num_rows
         seconds = self.most_seconds(others)
         if not behind.num_decodes or not seconds:
             return max(1, behind.num_decodes), seconds

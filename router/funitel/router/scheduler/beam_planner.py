@@ -7,7 +7,7 @@ the likeliest ones, of which the search chooses. A beam that goes on keeps its b
 full blocks, and the last one, partly filled, is copied; with it the state of a model with recurrent layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -58,14 +58,17 @@ class BeamPlanner:
         num_beams = len(group.search.beams)
         return num_beams - len(group.parents) if is_partial else num_beams
 
-    def plan(self, load: StepLoad) -> BeamStep | None:
-        """Let every search that waits for no result take its next step, which is added to `load`; None without any."""
+    def plan(self, load: StepLoad, held: Container[int] = ()) -> BeamStep | None:
+        """Let every search that waits for no result take its next step, which is added to `load`; None without any.
+
+        Those of the ids in `held` sit it out.
+        """
         starts: list[SequenceStart] = []
         copies: list[BlockCopy] = []
         rows: list[tuple[Sequence, tuple[int, ...]]] = []
         for sequence in self._searching.values():
             group = _group(sequence)
-            if group.rows:
+            if group.rows or sequence.id in held:
                 continue
             begun = self._starts(sequence, group, copies)
             starts += begun

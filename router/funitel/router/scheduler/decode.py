@@ -28,6 +28,7 @@ class DecodePart:
     spare_blocks: int | None = None  # that no sequence must have; None: not counted yet
     num_reserved: int = 0  # blocks that drafts leave free
     num_held: int = 0  # of batches, that sit the step out
+    held_searches: set[int] = field(default_factory=set)  # those of them with beams
 
 
 class RunningSet:
@@ -120,8 +121,8 @@ class RunningSet:
     def decode(self, max_background: int | None = None, *, num_reserved: int = 0) -> DecodePart:
         """Let every decoding sequence compute a token in the next step, and grant all of them the blocks they need.
 
-        One that ends with a step in flight computes nothing. Of batches so many, the oldest, compute; others are held.
-        Drafts leave `num_reserved` blocks free.
+        One that ends with a step in flight computes nothing. Of batches the oldest compute, so many rows or one
+        sequence; others are held. Drafts leave `num_reserved` blocks free.
         """
         part = DecodePart(num_reserved=num_reserved)
         computed = part.computed
@@ -129,10 +130,13 @@ class RunningSet:
         charged: Counter[bytes] = Counter()
         for i, sequence in self.by_id.items():
             if max_background is not None and is_background(sequence.request.key):
-                num_background += 1
-                if num_background > max_background:
-                    part.updates[i] = (), HELD
+                is_first, num_background = not num_background, num_background + sequence.num_rows
+                if not max_background or (num_background > max_background and not is_first):
                     part.num_held += 1
+                    if sequence.is_searching:
+                        part.held_searches.add(i)  # it has no row of its own to be held
+                    else:
+                        part.updates[i] = (), HELD
                     continue
             if sequence.num_plain_steps:
                 sequence.num_plain_steps -= 1

@@ -149,7 +149,7 @@ class Scheduler:
         if self._running.num_speculating:
             part.load.num_drafts = round(self.draft_gain.drafts_per_row * part.load.num_decodes)
             self._running.drafts_pay = self.draft_gain.pays(self.step_time.token_share(part.load))
-        beams = self._beams.plan(part.load) if self._searching else None
+        beams = self._beams.plan(part.load, part.held_searches) if self._searching else None
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(

@@ -31,8 +31,9 @@ Take = Callable[[int, Generation], None]  # is given the place of a job, and wha
 async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> AnswerTimings:
     """Run jobs side by side to their ends; what they generate is given to `take`, as it comes. Return their timings.
 
-    They count as one request: as a success when every job has finished, else as a failure, of which the caller
-    counts nothing. Leaving early cancels all, and so does the failure of one job, or of `take`, which is raised.
+    They count as one request: as a success when every job has finished, as aborted when one was, else as a failure, of
+    which the caller counts nothing. Leaving early cancels all, and so does the failure of one job, or of `take`, which
+    is raised.
 
     Raises:
         Overloaded: they do not all fit in; none runs.
@@ -53,7 +54,10 @@ async def _run_all(jobs: Sequence[GenerationJob], take: Take) -> list[tuple[Gene
             _record(jobs, streams, run.endings)
     endings = [run.endings[place] for place in range(len(jobs))]
     timings = [stream.timings for stream in streams]
-    jobs[0].succeeded(spanning(timings), sum(ending.num_tokens for ending in endings))
+    if any(ending.finish_reason is FinishReason.ABORT for ending in endings):
+        jobs[0].service.metrics.count_aborted()
+    else:
+        jobs[0].succeeded(spanning(timings), sum(ending.num_tokens for ending in endings))
     return list(zip(endings, timings, strict=True))
 
 
@@ -194,7 +198,7 @@ class Answer:
 async def collect_all(jobs: Sequence[GenerationJob]) -> list[Answer]:
     """Run jobs side by side to their ends; return their answers in the same order.
 
-    They count as one request that succeeded. Leaving early, or the failure of one, cancels all.
+    They count as one request that succeeded, or was aborted. Leaving early, or the failure of one, cancels all.
 
     Raises:
         Overloaded: they do not all fit in; none runs.

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
+from funitel.router.core.request import is_background
 from funitel.router.core.request_context import RequestContext
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.paused import PausedRequests
@@ -32,6 +33,11 @@ class ActiveRequest:
     def has_id(self, request_id: str) -> bool:
         """Whether it has an id: that of the HTTP request, or of the answer."""
         return request_id in (self.context.request_id, self.context.response_id)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is one of a batch."""
+        return any(is_background(stream.request.key) for stream in self.streams)
 
     @property
     def state(self) -> RunningState:

@@ -45,7 +45,7 @@ class Service:
         self.version = version()
         self.recommended = RecommendedSampling()
         self.facts = ModelOrigin()
-        self.drain = Drain()
+        self.drain = Drain(self._resume_paused)
         self.running = RunningRequests()
         self.adapters = AdapterRegistry(settings, (self.model_id, settings.tokenizer_name, DEFAULT_MODEL))
         self._stage = "starting: reading the tokenizer"
@@ -189,6 +189,11 @@ class Service:
     def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
         self._stage = f"failed to start: {error.message}"
         on_failure(error)
+
+    def _resume_paused(self) -> None:
+        """Let paused requests go on, which no client could resume while the server drains, and pause none any more."""
+        if self._engine is not None:
+            self._engine.paused.close()
 
     def fail_all(self, error: FunitelError) -> None:
         """End whatever runs or waits; clients get the error."""

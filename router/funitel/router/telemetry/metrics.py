@@ -120,6 +120,10 @@ class Metrics:
             self._request_failure.labels(FunitelError.metric).inc()
             raise
 
+    def count_aborted(self) -> None:
+        """Count a request that was ended, by its id, before its answer was whole."""
+        self._request_failure.labels("aborted").inc()
+
     def observe_prompt(self, num_tokens: int, max_new_tokens: int) -> None:
         """Note the lengths of a request that passed validation."""
         self._input_length.observe(num_tokens)

@@ -68,6 +68,33 @@ async def test_forms_that_are_refused(body: bytes, error: type[FunitelError]) ->
         await read(body, 64)
 
 
+NO_NAME = "a part of the form has no name"
+DISPOSITION = b"content-disposition: form-data; "
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"--bound\r\nx: " + b"y" * 10_000 + b"\r\n\r\n", "the header of a part of the form has more than 8192 bytes"),
+        (
+            b"--bound\r\n"
+            + DISPOSITION
+            + b'name="purpose"\r\n\r\nbatch\r\n'
+            + (b"--bound\r\n" + DISPOSITION + b'name="purpose"\r\n\r\nbatch\r\n') * 20
+            + b"--bound--",
+            "the form must have at most 16 fields",
+        ),
+        (b"--bound\r\n" + DISPOSITION + b'x_name="a"\r\n\r\n\r\n--bound--', NO_NAME),
+        (b"--bound\r\n" + DISPOSITION + b"n" * 33 + b'="a"\r\n\r\n\r\n--bound--', NO_NAME),
+    ],
+)
+@pytest.mark.parametrize("size", [64, 1 << 20])
+async def test_what_a_form_may_hold_is_bounded_however_it_arrives(body: bytes, said: str, size: int) -> None:
+    with pytest.raises(FunitelError) as refused:
+        await read(body, size)
+    assert refused.value.message == said
+
+
 def test_the_boundary_of_a_content_type() -> None:
     assert boundary_of("multipart/form-data; boundary=abc") == b"abc"
     assert boundary_of('Multipart/Form-Data; charset=utf-8; boundary="a b"') == b"a b"

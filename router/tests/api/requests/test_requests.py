@@ -65,6 +65,12 @@ async def test_an_aborted_request_is_answered_up_to_there(serve: Serve, path: st
         assert "word " in answered.text
         assert len(engine.cancelled) == 1
         assert (await client.get("/v1/requests")).json() == {"object": "list", "data": []}
+        lines = (await client.get("/metrics")).text.splitlines()
+        assert "tgi_request_success 0.0" in lines
+        assert [line for line in lines if line.startswith("tgi_request_failure{")] == [
+            'tgi_request_failure{err="aborted"} 1.0'
+        ]
+        assert "tgi_request_duration_count 0.0" in lines
 
 
 async def test_a_stream_is_ended_with_a_finish_reason(serve: Serve) -> None:
@@ -125,6 +131,25 @@ async def test_a_key_has_its_own_requests_unless_its_scope_names_these_routes(se
         assert (await record(client, **heads["operator"]))["id"] == running["id"]
         assert (await client.delete(url, headers=heads["operator"])).status_code == 200
         assert (await asking).json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(("method", "action"), [("DELETE", ""), ("POST", "/pause"), ("POST", "/resume")])
+async def test_a_request_of_a_batch_is_changed_with_its_batch_only(
+    serve: Serve, tmp_path: Path, method: str, action: str
+) -> None:
+    async with serve(FakeEngine(**SLOW), batch_dir=str(tmp_path / "b")) as client:
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+        given = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+        file_id = (await client.post("/v1/files", **given)).json()["id"]
+        body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+        batch = (await client.post("/v1/batches", json=body)).json()
+        running = await record(client)
+        answer = await client.request(method, f"/v1/requests/{running['id']}{action}")
+        assert answer.status_code == 400, answer.text
+        said = f"request '{running['id']}' is one of a batch: only the batch can be changed, which `POST"
+        assert said in answer.json()["error"]["message"]
+        assert (await record(client))["state"] == "running"
+        assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).status_code == 200
 
 
 SCORED: tuple[tuple[str, dict[str, Any]], ...] = (

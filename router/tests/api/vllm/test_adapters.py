@@ -1,5 +1,6 @@
 """Adapters over HTTP: how requests of each API name one, vLLM's calls to load and unload, and the list of models."""
 
+import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from fakes import FakeEngine, Serve, eventually
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.security.keys import Key, digest_of
 from funitel.proto.settings.adapter_list import AdapterList
+from funitel.router.core.request import Adapter
 
 CHAT = [{"role": "user", "content": "Hi"}]
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -186,6 +188,31 @@ async def test_pins_leave_a_place_for_others(serve: Serve, engine: FakeEngine, r
         response = await loaded(client, lora_name="two", lora_path="yours", pinned=True)
         assert problem(response) == (400, "`pinned` adapters must be fewer than --max-loras 2. Given: 2", "pinned")
         assert [adapter.name for adapter in engine.pinned] == ["one"]
+
+
+async def test_pins_at_once_leave_a_place_for_others(
+    serve: Serve, engine: FakeEngine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_loading, may_load, load = asyncio.Event(), asyncio.Event(), engine.load_adapter
+
+    async def load_slowly(adapter: Adapter, *, is_pinned: bool = False) -> None:
+        is_loading.set()
+        await may_load.wait()
+        await load(adapter, is_pinned=is_pinned)
+
+    monkeypatch.setattr(engine, "load_adapter", load_slowly)
+    async with serve(engine, lora_folder=str(root), max_loras=2) as client:
+        going_on = asyncio.create_task(loaded(client, lora_name="one", lora_path="mine", pinned=True))
+        await is_loading.wait()
+        response = await loaded(client, lora_name="two", lora_path="yours", pinned=True)
+        assert problem(response) == (400, "`pinned` adapters must be fewer than --max-loras 2. Given: 2", "pinned")
+        response = await loaded(client, lora_name="one", lora_path="mine", pinned=True)
+        assert problem(response) == (400, "The lora adapter 'one' is being loaded.", "lora_name")
+        may_load.set()
+        assert (await going_on).status_code == 200
+        assert [adapter.name for adapter in engine.pinned] == ["one"]
+        assert (await unloaded(client, "one")).status_code == 200
+        assert (await loaded(client, lora_name="two", lora_path="yours", pinned=True)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ async def upload(http: HttpRequest) -> Response:
     boundary = boundary_of(http.headers.get("content-type", ""))
     if declared_size(http) > limit + FORM_BYTES:
         raise _too_large(limit)
-    with opened.folder.writing() as part:
+    async with opened.folder.writing() as part:
         content = _Content(part, limit)
         form = FormReader(boundary, "file", content.take)
         await form.read(_chunks(http, content))

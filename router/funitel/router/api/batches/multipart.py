@@ -10,6 +10,7 @@ MAX_FIELD_BYTES = 4096
 MAX_HEADER_BYTES = 8192
 MAX_FIELDS = 16
 _BREAK = b"\r\n"
+_PARAMETER = re.compile(r'(?<!\w)(\w{1,32})="([^"\r\n]*)"')  # bounded, so that a search takes linear time
 
 Sink = Callable[[bytes], None]
 
@@ -43,6 +44,7 @@ class FormReader:
         self._buffer = bytearray(_BREAK)  # so that the first delimiter is as the others
         self._name: str | None = None  # of the part that is read
         self._value = bytearray()
+        self._num_fields = 0  # parts that are no file, with several of one name
         self._has_ended = False
 
     async def read(self, chunks: AsyncIterator[bytes]) -> None:
@@ -76,14 +78,14 @@ class FormReader:
             raise MalformedBody("a boundary of the form does not end its line")
 
     async def _read_header(self, chunks: AsyncIterator[bytes]) -> None:
-        while (at := self._buffer.find(b"\r\n\r\n")) < 0:
-            if len(self._buffer) > MAX_HEADER_BYTES:
-                raise MalformedBody(f"the header of a part of the form has more than {MAX_HEADER_BYTES} bytes")
+        while (at := self._buffer.find(b"\r\n\r\n")) < 0 and len(self._buffer) <= MAX_HEADER_BYTES:
             await self._more(chunks)
+        if not 0 <= at <= MAX_HEADER_BYTES:
+            raise MalformedBody(f"the header of a part of the form has more than {MAX_HEADER_BYTES} bytes")
         header = bytes(self._buffer[:at]).decode("utf-8", "replace")
         del self._buffer[: at + 4]
         disposition = re.search(r"^content-disposition:\s*form-data\s*;(.*)$", header, re.IGNORECASE | re.MULTILINE)
-        names = dict(re.findall(r'(\w+)="([^"\r\n]*)"', disposition[1])) if disposition else {}
+        names = dict(_PARAMETER.findall(disposition[1])) if disposition else {}
         if "name" not in names:
             raise MalformedBody("a part of the form has no name")
         self._name = names["name"]
@@ -91,7 +93,9 @@ class FormReader:
             if self.filename is not None:
                 raise InvalidRequest(f"`{self._file_field}` is given twice", self._file_field)
             self.filename = names.get("filename", "")
-        elif len(self.fields) >= MAX_FIELDS:
+            return
+        self._num_fields += 1
+        if self._num_fields > MAX_FIELDS:
             raise InvalidRequest(f"the form must have at most {MAX_FIELDS} fields")
 
     async def _read_content(self, chunks: AsyncIterator[bytes]) -> None:

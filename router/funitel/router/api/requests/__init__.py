@@ -18,7 +18,7 @@ ROUTES = (
         "Abort a request; its client gets the answer up to there",
         answer=AbortedRequest,
         method="DELETE",
-        failures=(404,),
+        failures=(400, 404),
     ),
     _requests(
         "/v1/requests/{request_id}/pause",
@@ -34,6 +34,6 @@ ROUTES = (
         "Resume a paused request",
         answer=RequestRecord,
         method="POST",
-        failures=(404,),
+        failures=(400, 404),
     ),
 )

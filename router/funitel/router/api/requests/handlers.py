@@ -10,7 +10,7 @@ from typing import Literal
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto.errors import NotFound
+from funitel.proto.errors import InvalidRequest, NotFound
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import service_of
 from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
@@ -18,6 +18,7 @@ from funitel.router.middleware.auth import account_of
 from funitel.router.serving.running import ActiveRequest, RunningState
 
 PATH = "/v1/requests"
+OF_A_BATCH = "is one of a batch: only the batch can be changed, which `POST /v1/batches/{batch_id}/cancel` ends"
 _WORDS: dict[RunningState, Literal["waiting", "running", "paused"]] = {
     RunningState.WAITING: "waiting",
     RunningState.RUNNING: "running",
@@ -33,14 +34,14 @@ async def listed(http: HttpRequest) -> Response:
 
 async def abort(http: HttpRequest) -> Response:
     """`DELETE /v1/requests/{request_id}`: end a request now; its client gets the answer up to here."""
-    for request in _found(http):
+    for request in _changeable(http):
         request.abort()
     return json_answer(AbortedRequest(id=http.path_params["request_id"]))
 
 
 async def pause(http: HttpRequest) -> Response:
     """`POST /v1/requests/{request_id}/pause`: compute nothing more of a request until it is resumed."""
-    found = _found(http)
+    found = _changeable(http)
     for request in found:
         request.pause()
     return json_answer(_record(found[0], time.monotonic()))
@@ -48,7 +49,7 @@ async def pause(http: HttpRequest) -> Response:
 
 async def resume(http: HttpRequest) -> Response:
     """`POST /v1/requests/{request_id}/resume`: let a paused request go on."""
-    found = _found(http)
+    found = _changeable(http)
     for request in found:
         request.resume()
     return json_answer(_record(found[0], time.monotonic()))
@@ -60,12 +61,19 @@ def _visible(http: HttpRequest) -> list[ActiveRequest]:
     return service_of(http).running.of(None if account is None or sees_all else account.owner)
 
 
-def _found(http: HttpRequest) -> list[ActiveRequest]:
-    """The requests of the id in the path: clients may give several the same."""
+def _changeable(http: HttpRequest) -> list[ActiveRequest]:
+    """The requests of the id in the path: clients may give several the same.
+
+    Raises:
+        NotFound: none runs.
+        InvalidRequest: one is of a batch, which has places for so many requests and records every answer.
+    """
     request_id = http.path_params["request_id"]
     found = [request for request in _visible(http) if request.has_id(request_id)]
     if not found:
         raise NotFound(f"no request with id {request_id!r} runs")
+    if any(request.is_background for request in found):
+        raise InvalidRequest(f"request {request_id!r} {OF_A_BATCH}")
     return found
 
 
