@@ -111,6 +111,13 @@ CASES: dict[str, tuple[Change, str]] = {
         ),
         "model.embed_tokens is an embedding",
     ),
+    "a scale that is too large": (field("lora_alpha", 1e308), "(lora_alpha by rank) is not finite"),
+    "a flag of text": (field("use_rslora", "true"), "use_rslora must be true or false, given 'true'"),
+    "a matrix under two wrappers": (
+        lambda c, t: t.update({name.replace("model.model.model.", "model.model.model.language_model."): 0 * each
+                               for name, each in list(t.items())}),
+        "are the same matrix of the base",
+    ),
     "no floating point": (
         lambda c, t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int8)}),
         "has numbers of torch.int8",

@@ -88,7 +88,7 @@ def read_config(folder: Path, max_rank: int) -> LoraConfig:
     config = LoraConfig(
         rank=_rank("r", values.get("r", 8), max_rank),
         alpha=_number("lora_alpha", values.get("lora_alpha", 8)),
-        is_rank_stabilised=values.get("use_rslora") is True,
+        is_rank_stabilised=_flag("use_rslora", values.get("use_rslora")),
         rank_pattern={
             key: _rank(f"rank_pattern {key}", value, max_rank) for key, value in _patterns(values, "rank_pattern")
         },
@@ -134,6 +134,12 @@ def _number(name: str, value: Any) -> float:
         if math.isfinite(number):
             return number
     raise InvalidRequest(f"{name} must be a finite number, given {_shown(value)}")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not (value is None or isinstance(value, bool)):
+        raise InvalidRequest(f"{name} must be true or false, given {_shown(value)}")
+    return bool(value)
 
 
 def _patterns(values: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
