@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from funitel.model_server.adapters.registry import LoadedAdapters
+from funitel.model_server.adapters.registry import AdapterWeights, LoadedAdapters
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, ResourceExhausted
 from funitel_testing.adapter_worker import MAX_RANK, AdaptedModel
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_adapters import Tensors, TinyAdapter, save_adapter, write_adapter
@@ -179,6 +180,23 @@ def test_an_id_again(base: Path, tmp_path: Path) -> None:
         registry.unload("a")
     with pytest.raises(InvalidRequest, match="id of an adapter must not be empty"):
         registry.load("", str(first), lambda _: False)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried 99 bytes")])
+def test_without_memory_nothing_is_loaded(error: Exception, base: Path, tmp_path: Path) -> None:
+    model, folder = AdaptedModel.torch_step(base, TensorParallel()), save_adapter(base, tmp_path / "a", PLAIN)
+    own = model.registry._base
+    assert own is not None
+
+    def fail(_: object) -> AdapterWeights:
+        raise error
+
+    registry = LoadedAdapters(replace(own, place=fail), MAX_RANK)
+    message = f"^adapter a cannot be loaded: there is no memory for the weights of {folder}$"
+    with pytest.raises(ResourceExhausted, match=message):
+        registry.load("a", str(folder), lambda _: False)
+    with pytest.raises(InvalidRequest, match="is not loaded"):
+        registry.get("a")
 
 
 def test_switched_off_or_not_possible(tmp_path: Path) -> None:
