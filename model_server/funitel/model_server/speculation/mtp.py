@@ -20,6 +20,7 @@ from funitel.model_server.layers.linear import Matmul, NormLayer
 from funitel.model_server.layers.rotary import Rotary, rotations_of
 from funitel.model_server.models.decoder import layer_of
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.state_layers import STATE_KINDS
 from funitel.model_server.speculation.tables import VocabTables, likeliest
 
 
@@ -90,10 +91,9 @@ def layer_spec(spec: ModelSpec, names: MtpNames, weights: Weights) -> ModelSpec:
         state_layers=(),
         mlp_layers=(),
         layers=(),
-        delta_net=None,
-        mamba2=None,
-        short_conv=None,
+        is_state_beside=False,
         names=own,
+        **dict.fromkeys(STATE_KINDS),
     )
 
 
