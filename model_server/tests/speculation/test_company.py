@@ -93,6 +93,26 @@ def test_hidden_states_of_a_step_that_failed_are_not_shown_to_the_drafter(
     assert ids_of(found[1]) == expected
 
 
+STATEFUL = ("falcon_h1", "kimi_linear", "minimax", "mamba", "falcon_mamba", "mamba2", "jamba")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("family", STATEFUL)
+def test_families_with_states_have_their_texts_with_drafts(family: str, share: float, tmp_path: Path) -> None:
+    ZOO[family].save(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    plain, executor = load_executor(tmp_path), always_drafting(load_executor(tmp_path, speculate=4))
+    starts = [start(i, [(7 * i + 3 * k * k + k) % 200 + 20 for k in range(6 + i)], 16) for i in (1, 2, 3)]
+    expected = {each.request_id: ids_of(run_alone(plain, each)) for each in starts}
+    texts = {each.request_id: [*each.input_ids, *expected[each.request_id]] for each in starts}
+    assert executor.speculator is not None
+    executor.speculator.drafter = KnownDrafter(texts, share)
+    found, drafted, accepted = run_drafted(executor, starts, 4)
+    assert drafted
+    assert (accepted > 0) == (share > 0)
+    assert {i: ids_of(generations) for i, generations in found.items()} == expected
+
+
 def save_eagle3(work: Path) -> tuple[Path, str | None]:
     target = save_tiny("llama", work / "target", num_hidden_layers=8)
     Eagle3Oracle(work / "head", target)
