@@ -80,6 +80,7 @@ def layer_spec(spec: ModelSpec, names: MtpNames, weights: Weights) -> ModelSpec:
     experts = None
     if spec.experts is not None and any(weights.has_linear(each) for each in own.router.split("|")):
         experts = replace(spec.experts, dense_layers=())
+    no_states: dict[str, Any] = dict.fromkeys(STATE_KINDS)
     return replace(
         spec,
         num_layers=1,
@@ -93,7 +94,7 @@ def layer_spec(spec: ModelSpec, names: MtpNames, weights: Weights) -> ModelSpec:
         layers=(),
         is_state_beside=False,
         names=own,
-        **dict.fromkeys(STATE_KINDS),
+        **no_states,
     )
 
 
