@@ -22,7 +22,6 @@ from funitel.model_server.loading.torch_backend import load_torch
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation.draft_model import DraftModel
-from funitel.model_server.speculation.footprint import head_step_bytes, hidden_bytes
 from funitel.model_server.speculation.interface import Drafter
 from funitel.model_server.speculation.pools import DraftPools
 from funitel.model_server.speculation.tables import VocabTables
@@ -78,8 +77,7 @@ def add_drafter(target: DraftTarget, plan: DrafterPlan | None, loaded: Loaded) -
     logger.info("drafter=%s weight_bytes=%d", plan.name, draft.footprint.held_bytes)
     step_bytes, own = loaded.step_bytes, draft.step_bytes
     if step_bytes is not None and own is not None:  # one computes after the other
-        kept_bytes = partial(hidden_bytes, spec, len(plan.hidden_layers))
-        step_bytes = partial(_larger, step_bytes, own, kept_bytes)
+        step_bytes = partial(_larger, step_bytes, own, partial(plan.hidden_bytes, spec))
     loaded = replace(loaded, footprint=kept, step_bytes=step_bytes)
     return draft.drafter, loaded, DraftPools(pools, draft.pools, draft.drafter.take_pool)
 
@@ -100,7 +98,7 @@ def _load_head(target: DraftTarget, plan: HeadPlan, loaded: Loaded) -> LoadedDra
     attention = choose_attention(layer, heads, settings.block_size, device, dtype, dtype, settings.attention)
     drafter = plan.build(weights, tables, parallel, attention)
     pools = None if plan.layer is None else SpecPools(layer, heads, settings.block_size, dtype, device)
-    step_bytes = partial(head_step_bytes, target.spec, plan.layer, parallel, dtype)
+    step_bytes = partial(plan.step_bytes, target.spec, parallel, dtype)
     return LoadedDrafter(drafter, pools, Bytes.of(whole, weights), step_bytes)
 
 
