@@ -53,6 +53,24 @@ class KnownDrafter:
         return (token_id + 1 + self._random.randrange(self._vocab_size - 1)) % self._vocab_size
 
 
+class Always:
+    """A gain that never turns drafts down."""
+
+    def next_width(self, limit: int) -> int:
+        """See RowGain."""
+        return limit
+
+    def observe(self, num_drafts: int, num_accepted: int, most: int) -> None:
+        """See RowGain."""
+
+
+def always_drafting(executor: Executor) -> Executor:
+    """The executor, in which a row asks for drafts whatever became of those before."""
+    assert executor.speculator is not None
+    executor.speculator._gains.begin = lambda key, most: Always()  # type: ignore[method-assign,assignment,return-value]
+    return executor
+
+
 def run_drafted(
     executor: Executor, starts: Sequence[SequenceStart], most: int
 ) -> tuple[dict[int, list[Generation]], int, int]:

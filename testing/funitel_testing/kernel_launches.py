@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.adapters.peft_folder import AdapterTensors, LowRank
+from funitel.model_server.adapters.registry import PlacedAdapter
+from funitel.model_server.adapters.sites import Site
 from funitel.model_server.attention.triton_kernels import Tiles, attend, max_queries
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.forward.batch import AdapterGroup
 from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
+from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps
+from funitel.model_server.layers.low_rank.ops import place
 from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
@@ -260,4 +266,30 @@ def _product_launches() -> dict[str, Launch]:
     return launches
 
 
-LAUNCHES: dict[str, Launch] = _attention_launches() | _glue_launches() | _sampling_launches() | _product_launches()
+def _low_rank(size: int, rank: int, dtype: torch.dtype, num_modules: int) -> None:
+    names = [f"m{i}" for i in range(num_modules)]
+    site = Site(tuple((name, size, (0, size)) for name in names), size)
+    low_ranks = {name: LowRank(torch.zeros(rank, size), torch.zeros(size, rank), 1.0) for name in names}
+    weights, rows = place([site], AdapterTensors(low_ranks, {}), dtype, torch.device("cpu")), torch.arange(20)
+    ops = TritonLowRankOps()
+    ops.begin([AdapterGroup(PlacedAdapter("a", "", rank, weights), rows, rows[:0])])
+    ops.add(0, torch.zeros(20, size, dtype=dtype), torch.zeros(20, size * num_modules, dtype=dtype), is_head=False)
+
+
+def _low_rank_launches() -> dict[str, Launch]:
+    """Adapters of a matrix by itself, and of queries, keys and values side by side; odd ranks and large ones."""
+    launches = {}
+    for size, rank in ((576, 3), (4096, 16), (4096, 256)):
+        for dtype in (BFLOAT16, FLOAT16):  # float32 is repacked for oneDNN on a CPU
+            for count in (1, 3):
+                launches[f"low-rank-{size}-{rank}-{str(dtype).removeprefix('torch.')}-{count}"] = Launch(
+                    call=partial(_low_rank, size, rank, dtype, count),
+                    kernels=("_shrink", *["_expand"] * count),
+                    is_quick=(size, rank, dtype, count) == (4096, 16, BFLOAT16, 1),
+                )
+    return launches
+
+
+LAUNCHES: dict[str, Launch] = (
+    _attention_launches() | _glue_launches() | _sampling_launches() | _product_launches() | _low_rank_launches()
+)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from funitel.model_server.adapters.registry import LoadedAdapters
+from funitel.model_server.adapters.registry import AdapterWeights, LoadedAdapters
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, ResourceExhausted
 from funitel_testing.adapter_worker import MAX_RANK, AdaptedModel
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_adapters import Tensors, TinyAdapter, save_adapter, write_adapter
@@ -62,6 +63,10 @@ CASES: dict[str, tuple[Change, str]] = {
     "a rank of text": (field("r", "8"), "r must be an integer > 0, given '8'"),
     "no number": (field("lora_alpha", float("inf")), "lora_alpha must be a finite number, given inf"),
     "a bad pattern": (field("rank_pattern", {"(": 4}), "rank_pattern '(' is no regular expression"),
+    "a number beyond all": (field("lora_alpha", 10**400), "lora_alpha must be a finite number, given 1000"),
+    "a pattern's number beyond all": (field("alpha_pattern", {"q_proj": 10**400}), "alpha_pattern q_proj must be a"),
+    "a pattern with flags": (field("rank_pattern", {"(?i)q_proj": 4}), "rank_pattern '(?i)q_proj' is no regular"),
+    "a pattern of numbers with flags": (field("alpha_pattern", {"(?i)q_proj": 4}), "alpha_pattern '(?i)q_proj' is no"),
     "a bad target": (field("target_modules", "*"), "target_modules '*' is no regular expression"),
     "a long target": (field("target_modules", "a" * 1001), "target_modules has a pattern of 1001 characters"),
     "targets of another type": (field("target_modules", 5), "target_modules must be a list of names, given 5"),
@@ -106,6 +111,13 @@ CASES: dict[str, tuple[Change, str]] = {
             t.update({"base_model.model.model.embed_tokens.lora_A.weight": torch.zeros(4, 288)}),
         ),
         "model.embed_tokens is an embedding",
+    ),
+    "a scale that is too large": (field("lora_alpha", 1e308), "(lora_alpha by rank) is not finite"),
+    "a flag of text": (field("use_rslora", "true"), "use_rslora must be true or false, given 'true'"),
+    "a matrix under two wrappers": (
+        lambda c, t: t.update({name.replace("model.model.model.", "model.model.model.language_model."): 0 * each
+                               for name, each in list(t.items())}),
+        "are the same matrix of the base",
     ),
     "no floating point": (
         lambda c, t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int8)}),
@@ -168,6 +180,23 @@ def test_an_id_again(base: Path, tmp_path: Path) -> None:
         registry.unload("a")
     with pytest.raises(InvalidRequest, match="id of an adapter must not be empty"):
         registry.load("", str(first), lambda _: False)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried 99 bytes")])
+def test_without_memory_nothing_is_loaded(error: Exception, base: Path, tmp_path: Path) -> None:
+    model, folder = AdaptedModel.torch_step(base, TensorParallel()), save_adapter(base, tmp_path / "a", PLAIN)
+    own = model.registry._base
+    assert own is not None
+
+    def fail(_: object) -> AdapterWeights:
+        raise error
+
+    registry = LoadedAdapters(replace(own, place=fail), MAX_RANK)
+    message = f"^adapter a cannot be loaded: there is no memory for the weights of {folder}$"
+    with pytest.raises(ResourceExhausted, match=message):
+        registry.load("a", str(folder), lambda _: False)
+    with pytest.raises(InvalidRequest, match="is not loaded"):
+        registry.get("a")
 
 
 def test_switched_off_or_not_possible(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Adapters through executor and RPC: loading between steps, preemption, requests that name what is not there."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +92,16 @@ def test_one_in_use_is_not_replaced(executor: Executor, folder: Path) -> None:
     executor.clear()
     assert executor.load_adapter("a", str(folder / "a1")).path == str(folder / "a1")
     executor.unload_adapter("a")
+
+
+def test_the_weights_of_one_that_is_unloaded_are_freed(executor: Executor, folder: Path) -> None:
+    executor.clear()
+    weights = weakref.ref(executor.load_adapter("freed", str(folder / "a0")).weights)
+    run_alone(executor, start(1, PROMPT, 4, adapter_id="freed"))
+    executor.unload_adapter("freed")
+    executor.clear()
+    gc.collect()
+    assert weights() is None
 
 
 def test_a_shard_says_what_it_takes(folder: Path) -> None:

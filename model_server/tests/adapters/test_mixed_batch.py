@@ -185,6 +185,13 @@ ZOO_TARGETS = {
     "mixtral": ("q_proj", "v_proj", "o_proj"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "k_proj", "o_proj", "up_proj"),
     "lfm2": ("in_proj", "out_proj", "q_proj", "w1", "w2"),
+    "falcon_h1": ("in_proj", "out_proj", "q_proj", "k_proj", "o_proj", "up_proj", "gate_proj", "down_proj"),
+    "kimi_linear": ("q_proj", "o_proj"),
+    "minimax": ("qkv_proj", "out_proj", "q_proj", "o_proj"),
+    "mamba": ("in_proj", "out_proj"),
+    "falcon_mamba": ("in_proj", "out_proj"),
+    "mamba2": ("in_proj", "out_proj"),
+    "jamba": ("in_proj", "out_proj", "q_proj", "o_proj"),
 }
 
 

@@ -55,6 +55,11 @@ LEFT_TO_TORCH = {
     "bamba": "layers with a state (mamba2)",
     "olmo_hybrid": "layers with a state (delta_net)",
     "olmo_hybrid_rope": "layers with a state (delta_net)",
+    **dict.fromkeys(("falcon_h1", "falcon_h1_normed", "falcon_h1_gated_first"), "layers with a state (mamba2)"),
+    "kimi_linear": "layers with a state (delta_net)",
+    "mamba2": "layers with a state (mamba2)",
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), "layers with a state (mamba)"),
+    "minimax": "layers with a state (lightning)",
 }
 FUSED = [name for name in ZOO if name not in LEFT_TO_TORCH]
 # One for each thing that the step of a Llama lacks.

@@ -1,5 +1,6 @@
 """EAGLE-3 heads: drafts are those of the layer written out, texts do not change, other heads are refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from funitel.proto.errors import WeightsError
+from funitel.proto.errors import UnsupportedModel, WeightsError
 from funitel_testing.drafters import run_drafted, watched
 from funitel_testing.eagle3 import Eagle3Oracle
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
@@ -95,3 +96,29 @@ def test_a_map_beyond_the_targets_tokens_is_refused(target: Path, tmp_path: Path
     save_file(tensors, path)
     with pytest.raises(WeightsError, match=rf"^tensor d2t of {tmp_path} names tokens beyond the 288 of the target$"):
         refused(target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"transformer_layer_config": "x"}, "transformer_layer_config must be an object, given 'x'"),
+        ({"eagle_config": [1]}, "eagle_config must be an object"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "layer_ids must be an integer, given 'a'"),
+        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "layer_ids must be a list of integers, given 'abc'"),
+        ({"eagle_aux_hidden_state_layer_ids": [1.5, 2, 3]}, "layer_ids must be an integer, given '1.5'"),
+        ({"eagle_aux_hidden_state_layer_ids": 4}, "layer_ids must be a list of integers, given '4'"),
+        ({"draft_vocab_size": "x"}, "draft_vocab_size must be an integer, given 'x'"),
+        ({"draft_vocab_size": -5}, "draft_vocab_size must be > 0, given -5"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused_in_one_line(
+    target: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    Eagle3Oracle(tmp_path / "head", target)
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(UnsupportedModel) as error:
+        refused(target, tmp_path / "head")
+    assert error.value.message.startswith("config.json of an EAGLE-3 head has a value of the wrong kind: ")
+    assert message in error.value.message
+    assert "\n" not in error.value.message

@@ -45,3 +45,22 @@ def test_a_model_with_a_drafter_takes_what_was_told(tmp_path: Path, kind: str, d
     halves = json.loads(tell_needs(ModelsSettings(model_id=str(folder), json=True, num_shard=2, **given))[0])
     assert len(halves["weights"]) == len(halves["blocks"]) == 2
     assert max(halves["weights"]) < info.weight_bytes
+
+
+def test_the_memory_of_a_step_counts_heads_and_the_hidden_states_that_they_read(tmp_path: Path) -> None:
+    target = save_tiny("llama", tmp_path / "target")
+    save_medusa(tmp_path / "heads")
+    save_tiny("smollm", tmp_path / "draft", num_hidden_layers=1)
+
+    def step_bytes(num_tokens: int, **settings: Any) -> int:
+        chosen = {"device": "cpu", "dtype": "float32", "block_size": 4, "num_threads": 1} | settings
+        executor, _ = load_generator(ModelServerSettings(model_id=str(target), **chosen), target)
+        assert executor.options.step_bytes is not None
+        return executor.options.step_bytes(num_tokens)
+
+    plain, drafting = step_bytes(4096), step_bytes(4096, speculate=3, draft_model=str(tmp_path / "heads"))
+    hidden = 4096 * 48 * 4
+    assert drafting >= plain + hidden
+    few = step_bytes(1, speculate=3, draft_model=str(tmp_path / "heads"))
+    assert few >= 64 * 288 * 4, "the logits of a step's drafts"
+    assert step_bytes(4096, speculate=3, draft_model=str(tmp_path / "draft")) < plain + hidden

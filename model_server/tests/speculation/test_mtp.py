@@ -4,8 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.registry.lookup import choose_spec
+from funitel.model_server.spec.state_layers import STATE_KINDS
+from funitel.model_server.speculation.mtp import LAYOUTS, layer_spec
 from funitel.proto.errors import WeightsError
 from funitel_testing.drafters import run_drafted, watched
 from funitel_testing.executors import chunk, decode, ids_of, load_executor, prefill, run_alone, start
@@ -80,6 +85,15 @@ def test_a_layer_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=r"^the checkpoint lacks tensor mtp\.layers\.0\.self_attn\.k_proj\.weight$"):
         load_executor(tmp_path, speculate=MOST)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "kimi_linear", "jamba", "minimax", "mamba", "mamba2"])
+def test_the_layer_keeps_no_state(family: str, tmp_path: Path) -> None:
+    ZOO[family].save(tmp_path)
+    spec = choose_spec(None, tmp_path)
+    weights = Weights(tmp_path, torch.float32, torch.device("cpu"), spec.names.prefix, is_shown=False)
+    layer = layer_spec(spec, LAYOUTS["mtp"], weights)
+    assert [name for name in (*STATE_KINDS, "is_state_beside", "state_layers") if getattr(layer, name)] == []
 
 
 def test_a_model_without_the_layer_looks_its_drafts_up(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.executor.executor import Executor
 from funitel.proto.step import Generation, GrammarType, RowUpdate, SequenceStart, StateSave
 from funitel.proto.strategy import DecodingStrategy
-from funitel_testing.drafters import KnownDrafter
+from funitel_testing.drafters import KnownDrafter, always_drafting
 from funitel_testing.executors import collect, decode, ids_of, keep_rows, load_executor, prefill, run_alone, start
 from funitel_testing.tiny import byte_tokenizer, save_tiny
 from funitel_testing.zoo import ZOO
@@ -20,21 +20,8 @@ SHARES = {"right": 1.0, "wrong": 0.0, "either": 0.7}
 MOST = 4
 
 
-class Always:
-    """A gain that never turns drafts down."""
-
-    def next_width(self, limit: int) -> int:
-        return limit
-
-    def observe(self, num_drafts: int, num_accepted: int, most: int) -> None:
-        pass
-
-
 def load(folder: Path, **settings: Any) -> Executor:
-    executor = load_executor(folder, speculate=MOST, **settings)
-    assert executor.speculator is not None
-    executor.speculator._gains.begin = lambda key, most: Always()  # type: ignore[method-assign,assignment,return-value]
-    return executor
+    return always_drafting(load_executor(folder, speculate=MOST, **settings))
 
 
 @pytest.fixture(scope="module", params=["fused", "torch", "hybrid"])

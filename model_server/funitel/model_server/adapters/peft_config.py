@@ -88,7 +88,7 @@ def read_config(folder: Path, max_rank: int) -> LoraConfig:
     config = LoraConfig(
         rank=_rank("r", values.get("r", 8), max_rank),
         alpha=_number("lora_alpha", values.get("lora_alpha", 8)),
-        is_rank_stabilised=values.get("use_rslora") is True,
+        is_rank_stabilised=_flag("use_rslora", values.get("use_rslora")),
         rank_pattern={
             key: _rank(f"rank_pattern {key}", value, max_rank) for key, value in _patterns(values, "rank_pattern")
         },
@@ -126,9 +126,20 @@ def _rank(name: str, value: Any, max_rank: int) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, given {_shown(value)}")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise InvalidRequest(f"{name} must be a finite number, given {_shown(value)}")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not (value is None or isinstance(value, bool)):
+        raise InvalidRequest(f"{name} must be true or false, given {_shown(value)}")
+    return bool(value)
 
 
 def _patterns(values: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
@@ -136,22 +147,24 @@ def _patterns(values: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     if not isinstance(found, dict):
         raise InvalidRequest(f"{name} must be an object, given {_shown(found)}")
     for pattern in found:
-        _check_pattern(name, pattern)
+        _check_pattern(name, pattern, _end_of_name(pattern))
     return list(found.items())
 
 
-def _check_pattern(name: str, pattern: str) -> None:
+def _check_pattern(name: str, pattern: str, used: str) -> None:
+    """Refuse a pattern that is no regular expression as it is `used`."""
     if len(pattern) > MAX_PATTERN:
         raise InvalidRequest(f"{name} has a pattern of {len(pattern)} characters, at most {MAX_PATTERN} are read")
     try:
-        re.compile(pattern)
+        re.compile(used)
     except (re.error, RecursionError, OverflowError) as error:
         raise InvalidRequest(f"{name} {_shown(pattern)} is no regular expression: {error}") from None
 
 
 def _targets(value: Any) -> tuple[str, ...] | str:
     if isinstance(value, str):
-        _check_pattern("target_modules", value if value != ALL_LINEAR else "")
+        pattern = value if value != ALL_LINEAR else ""
+        _check_pattern("target_modules", pattern, pattern)
         return value
     return _names("target_modules", value)
 
@@ -175,7 +188,12 @@ def _layers(value: Any) -> frozenset[int] | None:
 
 def _pattern_of(patterns: Iterable[str], module: str) -> str | None:
     """The first pattern that an end of a module's name has."""
-    return next((pattern for pattern in patterns if re.fullmatch(rf"(.*\.)?({pattern})", module)), None)
+    return next((pattern for pattern in patterns if re.fullmatch(_end_of_name(pattern), module)), None)
+
+
+def _end_of_name(pattern: str) -> str:
+    """A pattern of ends of module names as one of whole names, as PEFT has it."""
+    return rf"(.*\.)?({pattern})"
 
 
 def _is_named(module: str, names: tuple[str, ...]) -> bool:

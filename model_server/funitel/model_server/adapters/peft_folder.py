@@ -117,9 +117,12 @@ def read_adapter(folder: Path, base: BaseModules, max_rank: int) -> AdapterTenso
     if not modules:
         raise InvalidRequest(f"{folder / TENSORS} holds no tensor")
     low_ranks, saved = {}, {}
+    owners: dict[str, str] = {}
     for module, parts in modules.items():
         own = base.find(module)
         assert own is not None
+        if owners.setdefault(own, module) != module:
+            raise InvalidRequest(f"modules {owners[own]} and {module} are the same matrix of the base")
         if "saved" in parts:
             saved[own] = parts["saved"][1]
         if {"A", "B"} & parts.keys():
@@ -172,7 +175,7 @@ def _sort(
     tensor = read()
     if tensor.dtype not in _DTYPES:
         raise InvalidRequest(f"tensor {name} has numbers of {tensor.dtype}, expected one of {_DTYPES}")
-    if not torch.isfinite(tensor).all():
+    if not torch.isfinite(tensor.float()).all():
         raise InvalidRequest(f"tensor {name} holds values that are not finite numbers")
     kept[part] = name, tensor
 
@@ -194,4 +197,8 @@ def _low_rank(module: str, parts: _Found, config: LoraConfig) -> LowRank:
     for half, other in ("AB", "BA"):
         if half not in parts:
             raise InvalidRequest(f"tensor {parts[other][0]} has no lora_{half} beside it")
-    return LowRank(parts["A"][1], parts["B"][1], config.scale_of(module))
+    name, b = parts["B"]
+    scale = config.scale_of(module)
+    if not torch.isfinite(b.float() * scale).all():
+        raise InvalidRequest(f"tensor {name} times its scale {scale:g} (lora_alpha by rank) is not finite")
+    return LowRank(parts["A"][1], b, scale)

@@ -1,13 +1,15 @@
 """The adapters of a shard: loaded and dropped by id, aside from the steps. Rows hold the adapters that they use."""
 
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from funitel.model_server.adapters.peft_folder import AdapterTensors, BaseModules, read_adapter
-from funitel.proto.errors import InvalidRequest, WeightsError
+from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
+from funitel.proto.errors import InvalidRequest, ResourceExhausted, WeightsError
 
 
 class AdapterWeights(Protocol):
@@ -61,6 +63,7 @@ class LoadedAdapters:
 
         Raises:
             InvalidRequest: it cannot be used, or its id is another's, of which `is_used`; nothing has changed.
+            ResourceExhausted: there is no memory for it; nothing has changed.
         """
         base = self._base
         if base is None or not self.max_rank:
@@ -77,9 +80,16 @@ class LoadedAdapters:
                 )
             try:
                 tensors = read_adapter(Path(path), base.modules, self.max_rank)
+                loaded = PlacedAdapter(adapter_id, path, tensors.max_rank, base.place(tensors))
             except (InvalidRequest, WeightsError) as error:
                 raise InvalidRequest(f"adapter {adapter_id} cannot be loaded: {error.message}") from error
-            loaded = PlacedAdapter(adapter_id, path, tensors.max_rank, base.place(tensors))
+            except MEMORY_ERRORS as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold its tensors
+                raise ResourceExhausted(
+                    f"adapter {adapter_id} cannot be loaded: there is no memory for the weights of {path}"
+                ) from None
             self._adapters[adapter_id] = loaded
         return loaded
 

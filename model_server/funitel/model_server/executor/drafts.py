@@ -83,7 +83,10 @@ def observe(
     following: Sequence[Sequence[SampledToken]],
     drafts: Drafts,
 ) -> None:
-    """Show the drafter the forwards of a step; its rows count as computed what they did, without drafts."""
+    """Show the drafter the forwards of a step; its rows count as computed what they did, without drafts.
+
+    Rows that ask for no drafts are shown too: they may ask later, and their blocks may be the prefix of rows that do.
+    """
     known: dict[int, tuple[Sequence[int], int]] = {row.index: (row.tokens, row.num_cached) for row, _ in active}
     for place, (row, tokens) in enumerate(zip(due, following, strict=True)):
         ids = [token.id for token in tokens]

@@ -80,6 +80,7 @@ class SyncSampling:
         begin = time.perf_counter_ns()
         if not active:
             return Computed([], [], begin, 0, {})
+        self._runner.take_forwarded()  # of a step that failed
         drafts = {} if self._speculator is None else propose(self._speculator, self._runner, active)
         scored = forward_drafted(self._runner, active, drafts) if drafts else forward_scored(self._runner, active)
         for prompt in scored.prompts:

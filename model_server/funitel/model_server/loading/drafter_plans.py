@@ -19,6 +19,7 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation import mtp
 from funitel.model_server.speculation.eagle3 import Eagle3Head, eagle3_spec, is_eagle3
+from funitel.model_server.speculation.footprint import head_step_bytes, hidden_bytes
 from funitel.model_server.speculation.heads import HeadDrafter
 from funitel.model_server.speculation.interface import Drafter
 from funitel.model_server.speculation.medusa import MedusaDrafter, MedusaHeads, is_medusa
@@ -61,6 +62,10 @@ class HeadPlan:
     layer: ModelSpec | None
     build: Build
 
+    def step_bytes(self, target: ModelSpec, parallel: TensorParallel, dtype: torch.dtype, num_tokens: int) -> int:
+        """See head_step_bytes."""
+        return head_step_bytes(target, self.layer, parallel, dtype, num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
@@ -85,6 +90,10 @@ class DrafterPlan:
     def reads_middle(self) -> bool:
         """Whether it reads outputs of other layers than the last."""
         return any(layer != -1 for layer in self.hidden_layers)
+
+    def hidden_bytes(self, target: ModelSpec, num_tokens: int) -> int:
+        """See hidden_bytes of the footprint."""
+        return hidden_bytes(target, len(self.hidden_layers), num_tokens)
 
 
 def plan_drafter(target: DraftTarget) -> DrafterPlan | None:

@@ -77,13 +77,15 @@ def add_drafter(target: DraftTarget, plan: DrafterPlan | None, loaded: Loaded) -
     logger.info("drafter=%s weight_bytes=%d", plan.name, draft.footprint.held_bytes)
     step_bytes, own = loaded.step_bytes, draft.step_bytes
     if step_bytes is not None and own is not None:  # one computes after the other
-        step_bytes = partial(_larger, step_bytes, own)
+        step_bytes = partial(_larger, step_bytes, own, partial(plan.hidden_bytes, spec))
     loaded = replace(loaded, footprint=kept, step_bytes=step_bytes)
     return draft.drafter, loaded, DraftPools(pools, draft.pools, draft.drafter.take_pool)
 
 
-def _larger(first: Callable[[int], int], second: Callable[[int], int], num_tokens: int) -> int:
-    return max(first(num_tokens), second(num_tokens))
+def _larger(
+    first: Callable[[int], int], second: Callable[[int], int], kept: Callable[[int], int], num_tokens: int
+) -> int:
+    return max(first(num_tokens), second(num_tokens)) + kept(num_tokens)
 
 
 def _load_head(target: DraftTarget, plan: HeadPlan, loaded: Loaded) -> LoadedDrafter:
@@ -96,7 +98,8 @@ def _load_head(target: DraftTarget, plan: HeadPlan, loaded: Loaded) -> LoadedDra
     attention = choose_attention(layer, heads, settings.block_size, device, dtype, dtype, settings.attention)
     drafter = plan.build(weights, tables, parallel, attention)
     pools = None if plan.layer is None else SpecPools(layer, heads, settings.block_size, dtype, device)
-    return LoadedDrafter(drafter, pools, Bytes.of(whole, weights))
+    step_bytes = partial(plan.step_bytes, target.spec, parallel, dtype)
+    return LoadedDrafter(drafter, pools, Bytes.of(whole, weights), step_bytes)
 
 
 def _load_model(target: DraftTarget, plan: ModelPlan, loaded: Loaded) -> LoadedDrafter:

@@ -84,8 +84,15 @@ class Decoder:
         """Run one forward with a plan of its attention; with tensors alone where the plan is."""
         if self.offload is not None:
             self.offload.begin()
-        if self.low_rank is not None:
-            self.low_rank.begin(batch)
+        if self.low_rank is None:
+            return self._compute(batch, cache, plan)
+        self.low_rank.begin(batch)
+        try:
+            return self._compute(batch, cache, plan)
+        finally:
+            self.low_rank.end()
+
+    def _compute(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
         if cache.state_pool is not None:
             cache.state_pool.clear([row.state_slot for row in batch.rows if row.start == 0])
         x = self.token_embedding(batch)  # [num_tokens, hidden_size]

@@ -21,6 +21,7 @@ from funitel.model_server.layers.mlp import Mlp
 from funitel.model_server.layers.rotary import Rotary, rotations_of
 from funitel.model_server.models.decoder import ResidualBlock
 from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.rules.row import reading_config
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation.tables import VocabTables, likeliest
 from funitel.proto.errors import WeightsError
@@ -47,11 +48,36 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 
 def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     """The spec of a head as its `config.json` describes it. Raises: `UnsupportedModel`, `WeightsError`."""
-    layer = {**config, **(config.get("transformer_layer_config") or {})}
-    own = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": target.vocab_size}
-    spec = spec_of({**layer, **own, "tie_word_embeddings": False})
-    size = layer.get("draft_vocab_size") or layer.get("vocab_size") or target.vocab_size
-    return Eagle3Spec(spec, size, _hidden_layers(config, target), bool(config.get("norm_before_residual", False)))
+    with reading_config("an EAGLE-3 head"):
+        layer = {**config, **_object(config, "transformer_layer_config")}
+        own = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": target.vocab_size}
+        spec = spec_of({**layer, **own, "tie_word_embeddings": False})
+        key = next((name for name in ("draft_vocab_size", "vocab_size") if layer.get(name)), None)
+        size = target.vocab_size if key is None else _whole(key, layer[key])
+        if size < 1:
+            raise ValueError(f"{key} must be > 0, given {size}")
+        layers = _hidden_layers(config, target)
+        return Eagle3Spec(spec, size, layers, bool(config.get("norm_before_residual", False)))
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a config that may be left out."""
+    found = config.get(name) or {}
+    if not isinstance(found, dict):
+        raise TypeError(f"{name} must be an object, given {str(found)[:100]!r}")
+    return found
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, given {str(value)[:100]!r}")
+    return value
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} must be a list of integers, given {str(values)[:100]!r}")
+    return tuple(_whole(name, value) for value in values)
 
 
 def _hidden_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
@@ -61,9 +87,10 @@ def _hidden_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, .
     that give them.
     """
     count = target.num_layers
-    told = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    readers = config.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
-    layers = tuple(told) if told else tuple(layer - 1 for layer in readers)
+    name = "eagle_aux_hidden_state_layer_ids"
+    told = _integers(name, _object(config, "eagle_config").get(name) or ())
+    readers = _integers(name, config.get(name) or (2, count // 2, count - 3))
+    layers = told or tuple(layer - 1 for layer in readers)
     wrong = next((layer for layer in layers if not 0 <= layer < count), None)
     if wrong is not None:
         raise WeightsError(f"the EAGLE-3 head reads layer {wrong}, and {target.architecture} has {count} layers")

@@ -20,6 +20,7 @@ from funitel.model_server.layers.linear import Matmul, NormLayer
 from funitel.model_server.layers.rotary import Rotary, rotations_of
 from funitel.model_server.models.decoder import layer_of
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.state_layers import STATE_KINDS
 from funitel.model_server.speculation.tables import VocabTables, likeliest
 
 
@@ -79,6 +80,7 @@ def layer_spec(spec: ModelSpec, names: MtpNames, weights: Weights) -> ModelSpec:
     experts = None
     if spec.experts is not None and any(weights.has_linear(each) for each in own.router.split("|")):
         experts = replace(spec.experts, dense_layers=())
+    no_states: dict[str, Any] = dict.fromkeys(STATE_KINDS)
     return replace(
         spec,
         num_layers=1,
@@ -90,10 +92,9 @@ def layer_spec(spec: ModelSpec, names: MtpNames, weights: Weights) -> ModelSpec:
         state_layers=(),
         mlp_layers=(),
         layers=(),
-        delta_net=None,
-        mamba2=None,
-        short_conv=None,
+        is_state_beside=False,
         names=own,
+        **no_states,
     )
 
 

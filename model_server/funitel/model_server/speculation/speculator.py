@@ -76,23 +76,19 @@ class Speculator:
         if not asking or any(row.owes_prompt_scores for row, _ in active):
             return {}
         share = max(1, self.max_step_drafts // len(asking))
-        places, rows = [], []
+        places, rows, left = [], [], self.max_step_drafts
         for i in asking:
             row = active[i][0]
-            room = min(share, self._room(row, block_size, context))
+            room = min(share, left, self._room(row, block_size, context))
             if room > 0 and (limit := self._asked(row, room)):
+                left -= limit
                 places.append(i)
                 rows.append(DraftRow(row.request_id, row.tokens, table.block_table(row), limit))
         if isinstance(self.drafter, KeepsRows):
             self.drafter.forget_all_but(frozenset(row.request_id for row, _ in active))
         if not rows:
             return {}
-        left, found = self.max_step_drafts, {}
-        for i, drafts in zip(places, self.drafter.propose(rows), strict=True):
-            if kept := drafts[:left]:
-                found[i] = kept
-                left -= len(kept)
-        return found
+        return {i: drafts for i, drafts in zip(places, self.drafter.propose(rows), strict=True) if drafts}
 
     def note(self, row: SequenceState, num_drafts: int, num_accepted: int) -> None:
         """Learn from a row's drafts that were verified."""

@@ -1,5 +1,6 @@
 """What is around the layers of a target, as drafters use it: embedding table, final norm and head."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,14 @@ class VocabTables:
 
     @classmethod
     def of(cls, spec: ModelSpec, target: Forward | None, weights: Weights, parallel: TensorParallel) -> "VocabTables":
-        """The target's own where it is a torch decoder, else read from `weights`, its checkpoint."""
+        """The target's own where it is a torch decoder, else read from `weights`, its checkpoint.
+
+        They are those of the base: adapters of the target's rows do not act on what drafters compute.
+        """
         if isinstance(target, Decoder):
-            return cls(target.token_embedding.embedding, target.final_norm, target.head, spec.embedding_scale)
+            embedding, head = copy.copy(target.token_embedding.embedding), copy.copy(target.head)
+            embedding.delta = head.delta = None
+            return cls(embedding, target.final_norm, head, spec.embedding_scale)
         names, prefix = spec.names, weights.prefix
         embedding = VocabEmbedding(spec, weights, prefix + names.embedding, parallel)
         norm = NormLayer(spec, weights, prefix + names.final_norm, spec.hidden_size) if names.final_norm else None

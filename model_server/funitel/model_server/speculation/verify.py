@@ -62,7 +62,8 @@ def verify(
         sampled = sample(logits[places], [each.row.sampling for each in going], positions, masks, scores)
         going = [each for each, token in zip(going, sampled, strict=True) if _goes_on(each, token, extend, ends)]
     for each in rows:
-        each.row.sampling.take_back([token.id for token in each.tokens], each.row.tokens[-1])
+        if each.drafts:
+            each.row.sampling.take_back([token.id for token in each.tokens], each.row.tokens[-1])
     return [each.tokens for each in rows]
 
 
@@ -70,7 +71,8 @@ def _goes_on(each: Verified, token: SampledToken, extend: Extend, ends: Callable
     """Take a sampled token; whether the logits behind it are those of the row's own text."""
     for following in extend(each.row, token, len(each.tokens)):
         each.tokens.append(following)
-        each.row.sampling.push(following.id)
+        if each.drafts:
+            each.row.sampling.push(following.id)
     ids = [following.id for following in each.tokens]
     if not each.tokens[-1].logprob > -torch.inf or each.tokens[-1].is_cut:  # or not a number
         return False

@@ -151,6 +151,11 @@ class TritonLowRankOps(TorchLowRankOps):
         self._logits: _Layout | None = None
         self._records: dict[int, torch.Tensor] = {}
 
+    def end(self) -> None:
+        """See TorchLowRankOps."""
+        super().end()
+        self._logits, self._records = None, {}
+
     def add(self, number: int, x: torch.Tensor, y: torch.Tensor, *, is_head: bool) -> torch.Tensor:
         """See TorchLowRankOps."""
         own = [weights_of(group).sites.get(number) for group in self.groups]

@@ -78,9 +78,15 @@ def weights_of(group: AdapterGroup) -> LowRankWeights:
 class TorchLowRankOps:
     """Adds the adapters of a step's rows, one adapter after the other. A row's result does not depend on the others."""
 
+    groups: Sequence[AdapterGroup] = ()
+
     def begin(self, groups: Sequence[AdapterGroup]) -> None:
         """A step begins, with these rows."""
         self.groups = groups
+
+    def end(self) -> None:
+        """The step is over: hold no adapter any longer."""
+        self.groups = ()
 
     def add(self, number: int, x: torch.Tensor, y: torch.Tensor, *, is_head: bool) -> torch.Tensor:
         """Change outputs `y` of a site for inputs `x`, in place; the rows of the head are those with logits."""
@@ -113,6 +119,11 @@ class LowRankStep:
         self.is_on = bool(batch.adapters)
         if self.is_on:
             self.ops.begin(batch.adapters)
+
+    def end(self) -> None:
+        """The step is over, or has failed: adapters that are unloaded now are free."""
+        self.is_on = False
+        self.ops.end()
 
 
 class LowRankDelta:
