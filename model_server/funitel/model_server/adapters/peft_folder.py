@@ -56,6 +56,12 @@ class AdapterTensors:
         return only if only in (torch.float16, torch.bfloat16) else torch.float32
 
     @property
+    def num_elements(self) -> int:
+        """Numbers of all tensors."""
+        pairs = sum(each.a.numel() + each.b.numel() for each in self.low_ranks.values())
+        return pairs + sum(tensor.numel() for tensor in self.saved.values())
+
+    @property
     def max_rank(self) -> int:
         """The largest rank of a module; 0 where there is none."""
         return max((each.rank for each in self.low_ranks.values()), default=0)

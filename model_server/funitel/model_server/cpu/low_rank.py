@@ -9,6 +9,7 @@ import torch
 from funitel.model_server.adapters.peft_folder import AdapterTensors
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.adapters.sites import Site, SiteTensors, base_modules, max_elements, tensors_of
+from funitel.model_server.cpu.huge_pages import HugePages
 from funitel.model_server.cpu.native import AdapterRecord, PieceRecord, SiteRecord, TableRecord
 from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.cpu.program import Program
@@ -36,6 +37,7 @@ class FusedAdapter:
     def __init__(self, sites: SiteParts, table: Site, adapter: AdapterTensors) -> None:
         self.num_bytes = 0
         self._dtype = adapter.dtype
+        self._numbers = HugePages(adapter.num_elements * self._dtype.itemsize)
         self._kept: list[object] = []  # what the record points to
         records = (SiteRecord * (max(sites) + 1))()
         for index, parts in sites.items():
@@ -84,10 +86,9 @@ class FusedAdapter:
         """The address of a tensor's numbers in memory of its own."""
         if tensor is None:
             return None
-        own = tensor.to(self._dtype, copy=True).contiguous()
-        self._kept.append(own)
+        own = tensor.to(self._dtype)
         self.num_bytes += own.numel() * own.element_size()
-        return own.data_ptr()
+        return self._numbers.place(own)
 
 
 def addresses(batch: ForwardBatch) -> "array[int]":

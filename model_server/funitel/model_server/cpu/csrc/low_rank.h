@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "matrix.h"
@@ -129,7 +130,7 @@ class LowRank {
                         int count = std::min(kAtOnce, end - output);
                         for (int row : group.rows) {
                             float* values = target + row * stride + output;
-                            multiply(whole + size_t(output) * num_inputs_, count, input(row), values);
+                            multiply<1>(whole + size_t(output) * num_inputs_, count, {input(row)}, {values});
                             if (added == nullptr || added[row] == nullptr) continue;
                             for (int i = 0; i < count; i++) values[i] += added[row][output + i];
                         }
@@ -173,35 +174,55 @@ class LowRank {
     };
 
     static constexpr int kAtOnce = 4;  // sums: the next is begun before the last is done
+#if defined(__AVX512F__)
+    static constexpr int kRowsAtOnce = 2;  // for each weight that is loaded
+#else
+    static constexpr int kRowsAtOnce = 1;  // the registers hold the sums of no more
+#endif
     static constexpr int kRanksEach = 2 * kAtOnce, kOutputsEach = 2 * kAtOnce * kLanes, kRowsEach = 32;
 
     const float* input(int row) const { return inputs_.as<float>() + size_t(row) * num_inputs_; }
 
-    // Products of up to kAtOnce rows of weights with an input. What is summed does not depend on how many there are.
-    template <class Number>
-    void multiply(const Number* weights, int count, const float* x, float* target) const {
-        if (count < kAtOnce) {
-            for (int j = 0; j < count; j++) multiply_by<1>(weights + size_t(j) * num_inputs_, x, target + j);
-        } else {
-            multiply_by<kAtOnce>(weights, x, target);
+    // Products of up to kAtOnce rows of weights with inputs of kRows rows. What is summed does not depend on how many
+    // there are.
+    template <int kRows, class Number>
+    void multiply(const Number* weights, int count, const float* const (&x)[kRows], float* const (&target)[kRows]) const {
+        if (count == kAtOnce) return multiply_by<kAtOnce, kRows>(weights, x, target);
+        for (int j = 0; j < count; j++) {
+            float* next[kRows];
+            for (int k = 0; k < kRows; k++) next[k] = target[k] + j;
+            multiply_by<1, kRows>(weights + size_t(j) * num_inputs_, x, next);
         }
     }
 
-    template <int kCount, class Number>
-    void multiply_by(const Number* weights, const float* x, float* target) const {
-        F16 totals[kCount];
-        for (F16& total : totals) total = splat(0.0f);
-        int i = 0;
-        for (; i + kLanes <= num_inputs_; i += kLanes) {
-            F16 value = load(x + i);
+    template <int kCount, int kRows, class Number>
+    void multiply_by(const Number* weights, const float* const (&x)[kRows], float* const (&target)[kRows]) const {
+        F16 totals[kRows][kCount];
+        for (auto& row : totals) {
+            for (F16& total : row) total = splat(0.0f);
+        }
+        auto add_lanes = [&](int i, auto... n) {
+            F16 values[kRows];
+            for (int k = 0; k < kRows; k++) values[k] = load(x[k] + i, n...);
             for (int j = 0; j < kCount; j++) {
-                totals[j] = fma(load(weights + size_t(j) * num_inputs_ + i), value, totals[j]);
+                F16 weight = load(weights + size_t(j) * num_inputs_ + i, n...);
+                for (int k = 0; k < kRows; k++) totals[k][j] = fma(weight, values[k], totals[k][j]);
             }
+        };
+        int i = 0;
+        for (; i + kLanes <= num_inputs_; i += kLanes) add_lanes(i);
+        if (i < num_inputs_) add_lanes(i, num_inputs_ - i);
+        for (int k = 0; k < kRows; k++) {
+            for (int j = 0; j < kCount; j++) target[k][j] = sum(totals[k][j]);
         }
-        for (int n = num_inputs_ - i, j = 0; n > 0 && j < kCount; j++) {
-            totals[j] = fma(load(weights + size_t(j) * num_inputs_ + i, n), load(x + i, n), totals[j]);
-        }
-        for (int j = 0; j < kCount; j++) target[j] = sum(totals[j]);
+    }
+
+    // Call `work.operator()<rows>(first)` for the rows of a group, kRowsAtOnce at a time while there are so many.
+    template <class Work>
+    static void for_rows(int first, int last, Work work) {
+        int i = first;
+        for (; i + kRowsAtOnce <= last; i += kRowsAtOnce) work(std::integral_constant<int, kRowsAtOnce>(), i);
+        for (; i < last; i++) work(std::integral_constant<int, 1>(), i);
     }
 
     // Call `work(active, block of rows, chunk)` for the chunks that each group has, times its blocks of rows.
@@ -234,13 +255,19 @@ class LowRank {
             int end = std::min(active.site->num_ranks, (chunk + 1) * kRanksEach);
             with_float(static_cast<Kind>(active.group->adapter->kind), [&](auto of) {
                 const auto* a = static_cast<const typename decltype(of)::Type*>(active.site->a);
-                for (int i = first; i < last; i++) {
-                    float* target = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
+                const auto* begin = a + size_t(chunk) * kRanksEach * num_inputs_;
+                touch(begin, size_t(end - chunk * kRanksEach) * num_inputs_ * sizeof *a);
+                for_rows(first, last, [&](auto rows, int i) {
+                    const float* x[rows];
+                    float* target[rows];
                     for (int rank = chunk * kRanksEach; rank < end; rank += kAtOnce) {
-                        const auto* weights = a + size_t(rank) * num_inputs_;
-                        multiply(weights, std::min(kAtOnce, end - rank), input(active.group->rows[i]), target + rank);
+                        for (int k = 0; k < rows; k++) {
+                            x[k] = input(active.group->rows[i + k]);
+                            target[k] = shrunk_.as<float>() + size_t(active.first_row + i + k) * stride + rank;
+                        }
+                        multiply<rows>(a + size_t(rank) * num_inputs_, std::min(kAtOnce, end - rank), x, target);
                     }
-                }
+                });
             });
         });
     }
@@ -252,19 +279,36 @@ class LowRank {
         auto count = [&](const Active&) { return num_ranges; };
         for_chunks(count, [&](const Active& active, int first, int last, int chunk) {
             int begin = chunk * kOutputsEach, end = std::min(matrix.num_outputs, begin + kOutputsEach);
-            for (int i = first; i < last; i++) {
-                float* target = sums_.as<float>() + size_t(active.first_row + i) * width;
-                const float* shrunk = shrunk_.as<float>() + size_t(active.first_row + i) * stride;
-                clear(matrix, begin, end, target);
+            touch_pieces(*active.site, static_cast<Kind>(active.group->adapter->kind), begin, end);
+            for_rows(first, last, [&](auto rows, int i) {
+                float* target[rows];
+                const float* shrunk[rows];
+                for (int k = 0; k < rows; k++) {
+                    target[k] = sums_.as<float>() + size_t(active.first_row + i + k) * width;
+                    shrunk[k] = shrunk_.as<float>() + size_t(active.first_row + i + k) * stride;
+                    clear(matrix, begin, end, target[k]);
+                }
                 for (int p = 0; p < active.site->num_pieces; p++) {
                     const LowRankPiece& piece = active.site->pieces[p];
                     with_float(static_cast<Kind>(active.group->adapter->kind), [&](auto of) {
                         const auto* b = static_cast<const typename decltype(of)::Type*>(piece.b);
-                        add_piece(matrix, piece, b, begin, end, shrunk, target);
+                        add_piece<rows>(matrix, piece, b, begin, end, shrunk, target);
                     });
                 }
-            }
+            });
         });
+    }
+
+    static void touch_pieces(const LowRankSite& site, Kind kind, int begin, int end) {
+        for (int p = 0; p < site.num_pieces; p++) {
+            const LowRankPiece& piece = site.pieces[p];
+            int from = std::max(begin, piece.first) - piece.first, to = std::min(end, piece.first + piece.count) - piece.first;
+            if (from >= to) continue;
+            with_float(kind, [&](auto of) {
+                const auto* b = static_cast<const typename decltype(of)::Type*>(piece.b);
+                for (int r = 0; r < piece.rank; r++) touch(b + size_t(r) * piece.count + from, (to - from) * sizeof *b);
+            });
+        }
     }
 
     static void clear(const Matrix& matrix, int begin, int end, float* target) {
@@ -276,38 +320,44 @@ class LowRank {
     }
 
     // Outputs of a piece within [begin, end); a panel of the target that it begins or ends in has others' too.
-    template <class Number>
+    template <int kRows, class Number>
     static void add_piece(const Matrix& matrix, const LowRankPiece& piece, const Number* b, int begin, int end,
-                          const float* shrunk, float* target) {
+                          const float* const (&shrunk)[kRows], float* const (&target)[kRows]) {
         int output = std::max(begin, piece.first), to = std::min(end, piece.first + piece.count);
         while (output < to) {
             const Number* weights = b + (output - piece.first);
             if (output % kLanes == 0 && output + kAtOnce * kLanes <= to) {
-                add_panels<kAtOnce>(matrix, piece, weights, output, kLanes, shrunk, target);
+                add_panels<kAtOnce, kRows>(matrix, piece, weights, output, kLanes, shrunk, target);
                 output += kAtOnce * kLanes;
             } else {
                 int n = std::min(to, (output / kLanes + 1) * kLanes) - output;
-                add_panels<1>(matrix, piece, weights, output, n, shrunk, target);
+                add_panels<1, kRows>(matrix, piece, weights, output, n, shrunk, target);
                 output += n;
             }
         }
     }
 
     // The sums of so many panels of outputs, of which one alone may have n outputs.
-    template <int kCount, class Number>
+    template <int kCount, int kRows, class Number>
     static void add_panels(const Matrix& matrix, const LowRankPiece& piece, const Number* weights, int output, int n,
-                           const float* shrunk, float* target) {
-        F16 totals[kCount];
-        for (F16& total : totals) total = splat(0.0f);
+                           const float* const (&shrunk)[kRows], float* const (&target)[kRows]) {
+        F16 totals[kRows][kCount];
+        for (auto& row : totals) {
+            for (F16& total : row) total = splat(0.0f);
+        }
         for (int r = 0; r < piece.rank; r++) {
-            F16 factor = splat(shrunk[piece.first_rank + r] * piece.scale);
+            const Number* of_rank = weights + size_t(r) * piece.count;
+            F16 factors[kRows];
+            for (int k = 0; k < kRows; k++) factors[k] = splat(shrunk[k][piece.first_rank + r] * piece.scale);
             for (int j = 0; j < kCount; j++) {
-                totals[j] = fma(load(weights + size_t(r) * piece.count + j * kLanes, n), factor, totals[j]);
+                F16 weight = n == kLanes ? load(of_rank + j * kLanes) : load(of_rank + j * kLanes, n);
+                for (int k = 0; k < kRows; k++) totals[k][j] = fma(weight, factors[k], totals[k][j]);
             }
         }
         for (int j = 0; j < kCount; j++) {
             int first = output + j * kLanes;
-            store(target + size_t(matrix.panel_of(piece.part, first)) * kLanes + first % kLanes, totals[j], n);
+            size_t place = size_t(matrix.panel_of(piece.part, first)) * kLanes + first % kLanes;
+            for (int k = 0; k < kRows; k++) store(target[k] + place, totals[k][j], n);
         }
     }
 
