@@ -19,6 +19,19 @@ from funitel.router.batch.store import BatchStore, StoreThread
 LINE = b'{"body": {}}\n'
 
 
+def stored_batch(name: str, expires_at: int) -> StoredBatch:
+    """A batch of completions that was made at the instant 0."""
+    return StoredBatch(
+        id=name,
+        owner="",
+        endpoint="/v1/completions",
+        input_file_id=f"file-{name}",
+        completion_window="1h",
+        created_at=0,
+        expires_at=expires_at,
+    )
+
+
 class Execute:
     """Answers by a function of the request's place among those that were run."""
 
@@ -63,15 +76,7 @@ class Bench:
         """A batch in progress, of so many requests."""
         await self.store(BatchStore.add_file, _file(name))
         self.folder.path_of(f"file-{name}").write_bytes(LINE)
-        batch = StoredBatch(
-            id=name,
-            owner="",
-            endpoint="/v1/completions",
-            input_file_id=f"file-{name}",
-            completion_window="1h",
-            created_at=0,
-            expires_at=2000,
-        )
+        batch = stored_batch(name, expires_at=2000)
         await self.store(BatchStore.add_batch, batch)
         requests = [BatchRequest(line, f"r{line}", 0, len(LINE)) for line in range(1, num_requests + 1)]
         await self.store(BatchStore.add_requests, name, requests)
@@ -136,15 +141,7 @@ async def test_a_batch_that_is_done_and_cancelled_during_a_turn_ends_once(tmp_pa
         for batch in (first, second):
             made.runner.take(batch)
         made.runner._active["second"].is_read = True
-        made.runner._active["first"].batch = StoredBatch(
-            id="first",
-            owner="",
-            endpoint="/v1/completions",
-            input_file_id="file-first",
-            completion_window="1h",
-            created_at=0,
-            expires_at=0,
-        )
+        made.runner._active["first"].batch = stored_batch("first", expires_at=0)
         finish = made.runner._finish
 
         async def finish_while_another_is_cancelled(batch: StoredBatch, status: BatchStatus) -> None:
@@ -193,17 +190,7 @@ async def test_a_row_that_finds_no_place_is_tried_ever_less_often_and_never_lost
 
 
 def test_refusals_at_once_lengthen_the_pause_once_and_any_other_answer_ends_it() -> None:
-    active = ActiveBatch(
-        StoredBatch(
-            id="b",
-            owner="",
-            endpoint="/v1/completions",
-            input_file_id="f",
-            completion_window="1h",
-            created_at=0,
-            expires_at=9,
-        )
-    )
+    active = ActiveBatch(stored_batch("b", expires_at=9))
     rows = [BatchRequest(line, "", 0, 1) for line in range(3)]
     active.next.append(rows[2])
     for row in rows[:2]:
