@@ -10,7 +10,8 @@ shape of Llama-3.1-8B and random weights, so nothing is fetched. Sections, in th
     serve       the launcher, the router and a shard: many streams over HTTP
     peer        transformers' continuous batching on the same weights
     pool        the executor in process, then with every block of the pool in use
-    precision   fp8 weights and KV: what they gain and what they cost
+    precision   4-bit, int8 and fp8 weights and fp8 KV: what they gain and what they cost
+    extras      LoRA adapters and drafts: what they add to a decoding step
 
 Each runs in a process of its own and within a time of its own; one that fails leaves the others as they are. Figures
 are printed as they come, then what failed, and as the last line a short JSON object; the whole report grows in
@@ -60,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where to keep random checkpoints")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where report and logs go; a new folder otherwise")
     parser.add_argument("--section", choices=NAMES, help=argparse.SUPPRESS)
-    parser.add_argument("--facts", type=json.loads, default={}, help=argparse.SUPPRESS)
+    parser.add_argument("--facts", type=json.loads, default={}, help="figures of an earlier call: a JSON object by key")
     return parser.parse_args(argv)
 
 
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace, plan: Plan, out: Path) -> int:
     own = ["--rehearse"] * arguments.rehearse + ["--demo", plan.demo, "--checkpoints", str(plan.folder)]
     command = [sys.executable, __file__, *own]
     minutes = arguments.minutes or (MAX_MINUTES if plan.is_gpu else None)
-    course = Course(command, out, minutes and minutes * 60, 1.0 if plan.is_gpu else REHEARSAL_PATIENCE)
+    course = Course(command, out, minutes and minutes * 60, 1.0 if plan.is_gpu else REHEARSAL_PATIENCE, arguments.facts)
 
     def report() -> dict[str, Any]:
         full = figures.report(course.lines, course.errors, course.taken, is_rehearsal=not plan.is_gpu)

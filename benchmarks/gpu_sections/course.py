@@ -37,7 +37,8 @@ STAGES: tuple[tuple[Section, ...], ...] = (
     (Section("serve", 150),),
     (Section("peer", 120),),
     (Section("pool", 220),),
-    (Section("precision", 120),),
+    (Section("precision", 150),),
+    (Section("extras", 90),),
 )
 """In their order; those of one stage run side by side."""
 
@@ -53,12 +54,14 @@ class Course:
         folder: where each section's log is kept.
         seconds: the most that all may take together; None: each its own time alone.
         patience: times its own seconds that a section may take.
+        facts: figures of an earlier call, by the keys of their lines, for sections that hold theirs against them.
     """
 
     command: Sequence[str]
     folder: Path
     seconds: float | None
     patience: float
+    facts: Facts = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     taken: dict[str, float] = field(default_factory=dict)
@@ -98,7 +101,8 @@ class Course:
     def _watch(self, section: Section, seconds: float, put: Callable[[Line | None], None]) -> str | None:
         """Run one section; returns what went wrong."""
         log = self.folder / f"{section.name}.log"
-        facts = {line.key: line.measured for line in self.lines if line.measured is not None}
+        own = {line.key: line.measured for line in self.lines if line.measured is not None}
+        facts = {**self.facts, **own}
         command = [*self.command, "--section", section.name, "--facts", json.dumps(facts)]
         with (
             log.open("wb") as file,

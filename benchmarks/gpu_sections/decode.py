@@ -16,7 +16,12 @@ from gpu_sections.figures import Facts, Line
 from gpu_sections.model import decoding_step, graphed, make_decoder, make_pool
 from gpu_sections.plan import BLOCK_SIZE, Plan
 
-SAME_TOKENS = 0.98  # share of rows; near ties of random weights fall either way
+SAME_TOKENS = 0.98  # share of rows
+NEAR_TIE = 0.1  # of the deviation of a row's logits: as far as bfloat16 may move them over the layers of a model
+ONE_ROW = 1 / 0.85  # times the reading of its weights
+ROWS = 0.75  # share of the roof of weights and KV
+PROMPT = 0.6  # share of the rate of a product of matrices
+QUEUED = 4  # steps, as a shard queues one while the one before runs
 
 
 def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
@@ -42,25 +47,25 @@ def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
 def _decoding(plan: Plan, decoder: Decoder, num_rows: int, copy_rate: float) -> Iterator[Line]:
     cache, tables = make_pool(plan, num_rows, plan.context)
     batch, forward = decoding_step(plan, tables, plan.context), graphed(plan, decoder, num_rows)
-    seconds = timing.seconds_of(plan, lambda: forward(batch, cache))
+    seconds = timing.seconds_of(plan, lambda: forward(batch, cache), at_once=QUEUED)
     launched = timing.seconds_of(plan, lambda: decoder(batch, cache))
     same = _agreement(plan, decoder, forward, batch, cache)
     name = f"decoding, {num_rows} rows of {plan.context} tokens"
     yield Line(f"launched_{num_rows}", f"{name}, without graphs", launched * 1e3, "ms")
-    yield Line(f"same_{num_rows}", f"{name}, tokens as in torch", same * 100, "%", same, SAME_TOKENS)
+    yield Line(f"same_{num_rows}", f"{name}, tokens as in torch or near ties", same * 100, "%", same, SAME_TOKENS)
     read = roofs.weight_bytes(plan.spec, plan.dtype.itemsize)
     key = f"decode_{num_rows}"
     if num_rows == 1:
         times = 1 / roofs.share_of_roof(read, seconds, copy_rate)
-        yield Line(key, name, seconds * 1e3, "ms, times its weights' reading", times, 1.33, is_most=True)
+        yield Line(key, name, seconds * 1e3, "ms, times its weights' reading", times, ONE_ROW, is_most=True)
     else:
         read += num_rows * roofs.kv_bytes(plan.spec, plan.context, plan.dtype.itemsize)
         share = roofs.share_of_roof(read, seconds, copy_rate)
-        yield Line(key, name, seconds * 1e3, "ms, share of its roof", share, 0.65)
+        yield Line(key, name, seconds * 1e3, "ms, share of its roof", share, ROWS)
 
 
 def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBatch, cache: KVCache) -> float:
-    """Share of rows with the same likeliest token as torch without our kernels."""
+    """Share of rows with the same likeliest token as torch without our kernels, or one that nearly is."""
     found = forward(batch, cache)
     elementwise, reference = decoder.elementwise, TorchAttention(BLOCK_SIZE, plan.device)
     _compute_with(decoder, reference, TorchElementwiseOps())
@@ -68,7 +73,8 @@ def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBat
     _compute_with(decoder, decoder.attention, elementwise)
     assert found is not None
     assert expected is not None
-    return float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+    chosen = expected.gather(1, found.argmax(-1)[:, None])[:, 0]
+    return float((expected.amax(-1) - chosen <= NEAR_TIE * expected.std(-1)).float().mean())
 
 
 def _compute_with(decoder: Decoder, attention: AttentionBackend, elementwise: ElementwiseOps) -> None:
@@ -84,4 +90,4 @@ def _prompt(plan: Plan, decoder: Decoder, matmul_rate: float) -> Line:
     seconds = timing.seconds_of(plan, lambda: decoder(batch, cache))
     share = roofs.prompt_operations(plan.spec, plan.prompt) / seconds / matmul_rate
     name = f"prompt of {plan.prompt} tokens"
-    return Line("prompt", name, plan.prompt / seconds, "tokens/s, share of the product's rate", share, 0.5)
+    return Line("prompt", name, plan.prompt / seconds, "tokens/s, share of the product's rate", share, PROMPT)

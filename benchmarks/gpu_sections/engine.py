@@ -6,7 +6,8 @@ are is no matter for time.
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,20 @@ def steps_of(executor: Executor, rows: list[SequenceStart], batch_id: int = 0) -
             return
 
 
-def decoding_seconds(plan: Plan, executor: Executor, num_rows: int, context: int) -> float:
-    """Median time of a step with rows of about that context."""
-    taken = list(steps_of(executor, rows_of(num_rows, context, plan.repeats + SETTLING_STEPS)))
+def warm_up_for(plan: Plan, executor: Executor, num_rows: int, context: int) -> None:
+    """Give the executor a pool for the rows of `decoding_seconds`."""
+    rows = rows_of(num_rows, context, plan.repeats + SETTLING_STEPS)
+    warm_up(plan, executor, sum(len(row.blocks) for row in rows) * BLOCK_SIZE)
+
+
+def decoding_seconds(
+    plan: Plan, executor: Executor, num_rows: int, context: int, adapters: Sequence[str] = ()
+) -> float:
+    """Median time of a step with rows of about that context, which have the `adapters` in turn."""
+    rows = rows_of(num_rows, context, plan.repeats + SETTLING_STEPS)
+    if adapters:
+        rows = [replace(row, adapter_id=adapters[i % len(adapters)]) for i, row in enumerate(rows)]
+    taken = list(steps_of(executor, rows))
     return statistics.median(taken[SETTLING_STEPS:])
 
 

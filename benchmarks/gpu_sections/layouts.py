@@ -3,17 +3,16 @@
 A layer reads a part of every block, so with blocks of all layers it touches many more pages of memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from funitel.model_server.attention.backend import AttentionRule
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.cuda_graphs import CudaRecorder
 from gpu_sections import roofs, timing
 from gpu_sections.figures import Line
-from gpu_sections.model import decoding_step, make_attention, make_pool
+from gpu_sections.model import decoding_step, make_attention, make_pool, replayed
 from gpu_sections.plan import Plan
 
 
@@ -45,11 +44,7 @@ def measure(plan: Plan, num_rows: int, bytes_a_second: float) -> Iterator[Line]:
             outs = [attention.attend(query, pools, layer, laid_out, rule) for layer in range(spec.num_layers)]  # noqa: B023
             return outs[-1]
 
-        seconds = timing.seconds_of(plan, _recorded(plan, attend))
+        seconds = timing.seconds_of(plan, replayed(plan, attend))
         share = roofs.share_of_roof(read, seconds, bytes_a_second)
         label = f"attention alone, {num_rows} rows of {plan.context} tokens, {name}"
         yield Line(f"{name.replace(' ', '_')}_{num_rows}", label, seconds * 1e3, "ms, share of its roof", share)
-
-
-def _recorded(plan: Plan, work: Callable[[], torch.Tensor]) -> Callable[[], object]:
-    return CudaRecorder()(work) if plan.is_gpu else work

@@ -1,6 +1,6 @@
 """The model of a plan with random weights, made on the device; pools and steps for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
-from funitel.model_server.models.cuda_graphs import GraphedDecoder, recorded
+from funitel.model_server.models.cuda_graphs import CudaRecorder, GraphedDecoder, recorded
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.fuse_elementwise import fuse_elementwise
 from funitel_testing.random_weights import RandomWeights
@@ -57,6 +57,11 @@ def graphed(plan: Plan, decoder: Decoder, num_rows: int) -> Forward:
     return GraphedDecoder(decoder, attention, [num_rows + 1], plan.context, lambda body: body)
 
 
+def replayed(plan: Plan, work: Callable[[], torch.Tensor | None]) -> Callable[[], object]:
+    """Work on fixed tensors as a replay of its CUDA graph; without a GPU the work itself."""
+    return CudaRecorder()(work) if plan.is_gpu else work
+
+
 def make_pool(plan: Plan, num_rows: int, context: int) -> tuple[KVCache, list[np.ndarray]]:
     """A pool of random numbers for so many rows, and their blocks, in no order."""
     spec = plan.spec
@@ -68,7 +73,8 @@ def make_pool(plan: Plan, num_rows: int, context: int) -> tuple[KVCache, list[np
     return cache, np.split(blocks, num_rows)
 
 
-def decoding_step(plan: Plan, tables: Sequence[np.ndarray], context: int) -> ForwardBatch:
-    """A step of rows that all have that context after it."""
-    rows = [RowSpan([i + 5], context - 1, table) for i, table in enumerate(tables)]
+def decoding_step(plan: Plan, tables: Sequence[np.ndarray], context: int, num_drafts: int = 0) -> ForwardBatch:
+    """A step of rows that all have that context after it: a token each and drafts, with logits behind all of them."""
+    count = 1 + num_drafts
+    rows = [RowSpan([i + 5] * count, context - count, table, logits="all") for i, table in enumerate(tables)]
     return ForwardBatch.build(rows, BLOCK_SIZE, plan.device)

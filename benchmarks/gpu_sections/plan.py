@@ -77,12 +77,18 @@ class Plan:
     batches: tuple[int, ...] = (1, 64, 256)
     context: int = 1024
     prompt: int = 8192
-    profiled: tuple[int, ...] = (1, 64)  # rows of the steps that are profiled
+    profiled: tuple[int, ...] = (1, 64, 256)  # rows of the steps that are profiled
 
     streams: int = 256  # over HTTP
     answer: int = 384  # tokens of each
     peer_streams: int = 64  # beside transformers
     peer_answer: int = 256
+
+    adapter_rows: int = 64
+    num_adapters: int = 8
+    rank: int = 16  # of an adapter
+    drafted_rows: tuple[int, ...] = (1, 8, 64)
+    drafts: tuple[int, ...] = (1, 4)  # of each row
 
     num_prompts: int = 20  # with equal answers required
     num_tokens: int = 64
@@ -128,6 +134,11 @@ REHEARSAL = Plan(
     answer=12,
     peer_streams=2,
     peer_answer=4,
+    adapter_rows=3,
+    num_adapters=2,
+    rank=4,
+    drafted_rows=(1, 2),
+    drafts=(2,),
     num_prompts=2,
     num_tokens=5,
     pool_tokens=400,

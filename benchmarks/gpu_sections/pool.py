@@ -16,7 +16,7 @@ from gpu_sections.figures import Facts, Line
 from gpu_sections.model import decoding_step
 from gpu_sections.plan import BLOCK_SIZE, Plan
 
-OVER_HTTP = 0.9  # share of the pace in process
+OVER_HTTP = 0.95  # share of the pace in process
 SLOW_DOWN = 1.05
 ANSWER = 4 * BLOCK_SIZE  # tokens of a round: its rows end in the last slot of their last block
 

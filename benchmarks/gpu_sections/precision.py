@@ -1,6 +1,11 @@
-"""fp8 weights and KV: what they gain on the plan's model, and what they cost on the demo model."""
+"""Weights of 4 and 8 bits and fp8 KV: what they gain on the plan's model, and what fp8 costs on the demo model.
 
-from collections.abc import Iterator
+Many rows show the rate, where products have much to compute; one row shows the time of a token, which is the reading of
+weights.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +22,80 @@ from gpu_sections.plan import BLOCK_SIZE, Plan
 
 MAX_CHARS = 80  # of why it was skipped
 CHUNK = 512  # tokens of a step: what is before them is read from the pool, as precise as the pool is
-ROUNDED: dict[str, dict[str, Any]] = {
-    "fp8 weights": {"quantize": "fp8"},
-    "fp8 KV": {"kv_cache_dtype": "fp8_e4m3fn"},
-    "fp8 weights and KV": {"quantize": "fp8", "kv_cache_dtype": "fp8_e4m3fn"},
-}
+FLOAT8_KV = {"kv_cache_dtype": "fp8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """Weights and KV in fewer bits: the settings, the folder of the plan's model, and whether text is measured too."""
+
+    name: str
+    settings: dict[str, Any]
+    folder: Callable[[Plan], Path] = checkpoint.ensure
+    has_perplexity: bool = True
+
+    @property
+    def key(self) -> str:
+        """What the keys of its lines begin with."""
+        return self.name.replace(" ", "_").replace("-", "_")
+
+
+WAYS = (
+    Way("4-bit weights", {}, checkpoint.ensure_four_bits, has_perplexity=False),  # random codes say nothing of texts
+    Way("int8 weights", {"quantize": "int8"}, has_perplexity=False),
+    Way("fp8 weights", {"quantize": "fp8"}),
+    Way("fp8 KV", FLOAT8_KV),
+    Way("fp8 weights and KV", {"quantize": "fp8"} | FLOAT8_KV),
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of the executor: `rate` in tokens a second with many rows, `step` in seconds with one."""
+
+    rate: float
+    step: float
 
 
 def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
     """Each way against the weights and KV as they are."""
-    large, (demo, model) = checkpoint.ensure(plan), demo_folder(plan)
-    context = plan.context
-    pace, perplexity = _pace(plan, large, context), perplexity_of(plan, demo)
-    yield Line("plain_pace", f"the executor, {plan.streams} rows of {context} tokens", pace, "tokens/s")
+    demo, model = demo_folder(plan)
+    plain = _speed(plan, checkpoint.ensure(plan))
+    rows = f"{plan.streams} rows of {plan.context} tokens"
+    yield Line("plain_pace", f"the executor, {rows}, {plan.dtype_name}", plain.rate, "tokens/s")
+    yield Line("plain_step_1", f"the executor, 1 row, {plan.dtype_name}", plain.step * 1e3, "ms")
+    perplexity = perplexity_of(plan, demo)
     yield Line("plain_perplexity", f"perplexity of the {model}, {plan.dtype_name}", perplexity, "")
-    for way, settings in ROUNDED.items():
-        key = way.replace(" ", "_")
+    failed: list[str] = []
+    for way in WAYS:
         try:
-            there = _pace(plan, large, context, **settings)
-            costs = perplexity_of(plan, demo, **settings)
+            yield from _lines(plan, way, plain, demo, perplexity)
         except FunitelError as error:  # this device does not have it
-            yield Line(key, way, None, f"skipped: {str(error)[:MAX_CHARS]}")
-            continue
-        yield Line(f"{key}_pace", f"{way}: the same", there, "tokens/s, times as many", there / pace)
-        yield Line(f"{key}_perplexity", f"{way}: perplexity", costs, "times as much", costs / perplexity)
+            yield Line(way.key, way.name, None, f"skipped: {str(error)[:MAX_CHARS]}")
+        except Exception as error:  # others may work
+            failed.append(f"{way.name}: {type(error).__name__}: {error}")
+            yield Line(way.key, way.name, None, f"failed: {type(error).__name__}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
 
 
-def _pace(plan: Plan, folder: Path, context: int, **settings: Any) -> float:
-    """Tokens a second of the executor, with a pool for the rows it is given."""
+def _lines(plan: Plan, way: Way, plain: Speed, demo: Path, perplexity: float) -> Iterator[Line]:
+    found = _speed(plan, way.folder(plan), **way.settings)
+    name, times = f"{way.name}: {plan.streams} rows", found.rate / plain.rate
+    yield Line(f"{way.key}_pace", name, found.rate, "tokens/s, times as many", times)
+    yield Line(
+        f"{way.key}_step_1", f"{way.name}: 1 row", found.step * 1e3, "ms, times as long", found.step / plain.step
+    )
+    if way.has_perplexity:
+        costs = perplexity_of(plan, demo, **way.settings)
+        yield Line(f"{way.key}_perplexity", f"{way.name}: perplexity", costs, "times as much", costs / perplexity)
+
+
+def _speed(plan: Plan, folder: Path, **settings: Any) -> Speed:
     executor = engine.load_executor(plan, folder, **settings)
-    rows = engine.rows_of(plan.streams, context, plan.repeats + engine.SETTLING_STEPS)
-    engine.warm_up(plan, executor, sum(len(row.blocks) for row in rows) * BLOCK_SIZE)
-    return plan.streams / engine.decoding_seconds(plan, executor, plan.streams, context)
+    engine.warm_up_for(plan, executor, plan.streams, plan.context)
+    many, one = (engine.decoding_seconds(plan, executor, rows, plan.context) for rows in (plan.streams, 1))
+    return Speed(plan.streams / many, one)
 
 
 def perplexity_of(plan: Plan, folder: Path, **settings: Any) -> float:

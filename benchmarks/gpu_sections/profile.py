@@ -12,7 +12,7 @@ from gpu_sections.figures import Line
 from gpu_sections.plan import Plan
 
 NUM_STEPS = 5
-NUM_KERNELS = 8  # that are told
+NUM_KERNELS = 12  # that are told
 MAX_CHARS = 44  # of a kernel's name
 
 Span = tuple[float, float]  # begin and end in microseconds

@@ -17,16 +17,20 @@ def wait(plan: Plan) -> None:
         torch.cuda.synchronize(plan.device)
 
 
-def seconds_of(plan: Plan, work: Callable[[], object]) -> float:
-    """Median time of some work, after runs that do not count."""
+def seconds_of(plan: Plan, work: Callable[[], object], *, at_once: int = 1) -> float:
+    """Median time of some work, after runs that do not count.
+
+    `at_once` runs are queued before the device is waited for, as a shard queues a step while the one before runs.
+    """
     taken = []
     for number in range(plan.repeats + WARM_UPS):
         wait(plan)
         begin = time.perf_counter()
-        work()
+        for _ in range(at_once):
+            work()
         wait(plan)
         if number >= WARM_UPS:
-            taken.append(time.perf_counter() - begin)
+            taken.append((time.perf_counter() - begin) / at_once)
     return statistics.median(taken)
 
 

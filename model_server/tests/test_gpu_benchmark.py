@@ -1,8 +1,10 @@
 """`benchmarks/gpu.py`: the arithmetic of its roofs, how its sections are run, and each of them on a tiny shape."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -10,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from funitel.launcher.bench.figures import Failure, Timeline
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.quantized.published import find_quantization
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: scripts there have names that packages have too
@@ -97,6 +102,7 @@ def test_the_pace_of_streams_is_that_while_all_run() -> None:
     pace = serve.Pace.of([slow, fast], prompt_tokens=10)
     assert pace.tokens_a_second == (2 + 4) / 2  # after 2 up to 4: those of the slow one at 3 and 4, and four others
     assert pace.context == 10 + ((1 + 4) + (3 + 8)) / 2 / 2
+    assert (pace.begin, pace.end, pace.num_tokens) == (2.0, 4.0, 6)
     assert serve.whole_pace([slow, fast]) == 12 / 5
 
 
@@ -109,6 +115,25 @@ def test_a_failed_stream_is_no_pace() -> None:
     failed = replace(timeline(0.0, 1.0), failure=Failure("cut", "the connection was closed"))
     with pytest.raises(ValueError, match="1 of 2 requests failed: the connection was closed"):
         serve.Pace.of([timeline(0.0, 1.0), failed], prompt_tokens=1)
+
+
+def test_cpu_time_is_that_between_two_instants() -> None:
+    watch = serve.CpuWatch({"router": 1, "shard": 2})
+    for instant, router in ((10.0, 1.0), (11.0, 1.5), (12.0, 3.0)):
+        watch.note(instant, {"router": router, "shard": 0.0})
+    assert watch.used("router", 10.5, 12.0) == pytest.approx(0.25 + 1.5)
+    assert watch.used("shard", 10.0, 12.0) == 0.0
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.3], ids=["shorter than between readings", "longer"])
+def test_cpu_time_is_read_from_the_beginning_to_the_end(seconds: float) -> None:
+    watch = serve.CpuWatch({"this": os.getpid()})
+    with watch.running():
+        begin, cpu = time.perf_counter(), time.process_time()
+        while time.process_time() < cpu + seconds:
+            pass
+        end = time.perf_counter()
+    assert 0.5 * seconds < watch.used("this", begin, end) < 1.5 * seconds
 
 
 @pytest.mark.parametrize(("num_blocks", "context"), [(25, 100), (9, 100), (64, 80), (1000, 4096), (1003, 4096)])
@@ -235,3 +260,62 @@ def test_a_pool_is_filled(tmp_path: Path) -> None:
     assert found["executor"].ratio == 1.0 / found["executor"].measured
     assert "30 tokens" in found["forward"].name
     assert found["pool"].ratio > 0
+
+
+def test_weights_of_four_bits_are_written_and_what_needs_a_gpu_is_skipped(tmp_path: Path) -> None:
+    found = measured("precision", folder=tmp_path, text_tokens=20)
+    assert {"plain_pace", "plain_step_1", "plain_perplexity"} <= set(found)
+    assert found["4_bit_weights_pace"].ratio == found["4_bit_weights_pace"].measured / found["plain_pace"].measured
+    assert found["4_bit_weights_step_1"].measured > 0
+    for key in ("int8_weights", "fp8_weights", "fp8_KV", "fp8_weights_and_KV"):
+        assert found[key].unit.startswith("skipped: ")
+    quantization = find_quantization(tmp_path / "four_bits")
+    assert quantization is not None
+    assert (quantization.bits, quantization.group_size) == (4, checkpoint.GROUP)
+
+
+def test_layers_of_four_bits_keep_the_size_of_their_inputs(tmp_path: Path) -> None:
+    folder = checkpoint.ensure_four_bits(replace(plans.REHEARSAL, folder=tmp_path))
+    weights = Weights(folder, torch.float32, torch.device("cpu"), "model.", is_shown=False)
+    assert weights.is_quantised("model.layers.0.self_attn.q_proj")
+    layer = weights.read("model.layers.1.mlp.down_proj.weight", (64, 96))
+    assert 0.9 < float(layer.square().sum(1).mean()) < 1.2
+
+
+def test_a_way_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(plan: Any) -> Path:
+        raise OSError("no room")
+
+    precision = import_module("gpu_sections.precision")
+    ways = precision.Way("broken", {}, broken), replace(precision.WAYS[0], name="whole")
+    monkeypatch.setattr(precision, "WAYS", ways)
+    lines = precision.measure(replace(plans.REHEARSAL, folder=tmp_path, text_tokens=20), {})
+    keys = [next(lines).key for _ in range(6)]
+    with pytest.raises(RuntimeError, match="broken: OSError: no room"):
+        next(lines)
+    assert keys[3:] == ["broken", "whole_pace", "whole_step_1"]
+
+
+def test_adapters_and_drafts(tmp_path: Path) -> None:
+    found = measured("extras", folder=tmp_path, drafted_rows=(2,), repeats=1, context=8)
+    assert set(found) == {
+        "adapter_load",
+        "adapters_none",
+        "adapters_one",
+        "adapters_many",
+        "undrafted_2",
+        "undrafted_launched_2",
+        "drafted_2_2",
+        "drafted_replayed_2_2",
+    }
+    assert all(line.measured > 0 for line in found.values())
+    assert found["adapters_many"].ratio == found["adapters_many"].measured / found["adapters_none"].measured
+
+
+def test_drafts_are_tokens_with_logits_that_end_at_the_same_context() -> None:
+    model = import_module("gpu_sections.model")
+    plan = plans.REHEARSAL
+    _, tables = model.make_pool(plan, 3, plan.context)
+    batch = model.decoding_step(plan, tables, plan.context, 2)
+    assert {(row.start, row.end) for row in batch.rows} == {(plan.context - 3, plan.context)}
+    assert len(batch.logit_indices) == 9

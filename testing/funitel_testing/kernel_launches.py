@@ -25,6 +25,8 @@ from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps
 from funitel.model_server.layers.low_rank.ops import place
 from funitel.model_server.layers.rotary import Rotation
+from funitel.model_server.layers.single_row_kernels import multiply as multiply_row
+from funitel.model_server.layers.single_row_kernels import multiply_gated as multiply_gated_row
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
@@ -70,6 +72,14 @@ def _attention(
     attend(query, pool[:, 0], pool[:, 1], torch.empty_like(query), tiles, scale=0.1, slopes=slopes, sinks=sinks, **rule)
 
 
+_FEW_SPILLED = 32
+
+
+def _spilled_bytes(head_dim: int) -> int:
+    """Of a chunk's program on an A100, whose loop without masks and loop with them need the registers of both."""
+    return 96 if 64 < head_dim <= 128 else _FEW_SPILLED
+
+
 def _attention_launches() -> dict[str, Launch]:
     """Chunks and rows that decode, with whole and with cut keys, for every head size; then every rule."""
     whole, cut = ("_attend_tile",), ("_attend_tile", "_merge_parts")
@@ -78,11 +88,16 @@ def _attention_launches() -> dict[str, Launch]:
         for dtype in (BFLOAT16, FLOAT16, FLOAT32):
             name = f"{dim}-{str(dtype).removeprefix('torch.')}"
             launches |= {
-                f"chunk-{name}": Launch(call=partial(_attention, dim, dtype), kernels=whole),
-                f"decode-{name}": Launch(call=partial(_attention, dim, dtype, is_decode=True), kernels=whole),
+                f"chunk-{name}": Launch(
+                    call=partial(_attention, dim, dtype), kernels=whole, spilled_bytes=_spilled_bytes(dim)
+                ),
+                f"decode-{name}": Launch(
+                    call=partial(_attention, dim, dtype, is_decode=True), kernels=whole, spilled_bytes=_FEW_SPILLED
+                ),
                 f"split-{name}": Launch(
                     call=partial(_attention, dim, dtype, is_decode=True, num_parts=8),
                     kernels=cut,
+                    spilled_bytes=_FEW_SPILLED,
                     is_quick=dim == 128 and dtype is BFLOAT16,
                 ),
             }
@@ -101,15 +116,15 @@ def _attention_launches() -> dict[str, Launch]:
                 call=call,
                 kernels=whole,
                 is_quick=name == "all" and dim == 128,
-                spilled_bytes=80 if (name, dim) == ("window", 128) else 0,  # on an A100: 20 of 255 registers
+                spilled_bytes=_spilled_bytes(dim),
             )
             call = partial(_attention, dim, is_decode=True, num_parts=8, **rule)
-            launches[f"split-{dim}-{name}"] = Launch(call=call, kernels=cut)
+            launches[f"split-{dim}-{name}"] = Launch(call=call, kernels=cut, spilled_bytes=_FEW_SPILLED)
     for dim in (64, 128, 256):
         call = partial(_attention, dim, cached=FLOAT8)
         launches[f"chunk-{dim}-float8"] = Launch(call=call, kernels=whole, archs=(90,))
         call = partial(_attention, dim, cached=FLOAT8, is_decode=True, num_parts=8)
-        launches[f"split-{dim}-float8"] = Launch(call=call, kernels=cut, archs=(90,), spilled_bytes=16)
+        launches[f"split-{dim}-float8"] = Launch(call=call, kernels=cut, archs=(90,), spilled_bytes=_FEW_SPILLED)
     # Groups of their own: no sharing of KV heads (16 queries of a tile are padding), and one KV head for all.
     for group in (1, 71):
         call = partial(_attention, 64, is_decode=True, num_parts=2, group=group)
@@ -168,9 +183,10 @@ def _glue_launches() -> dict[str, Launch]:
                     launches[name] = Launch(
                         call=partial(_join, size, dtype, kind, has_after=has_after),
                         kernels=("join_residual",) * 2,
+                        spilled_bytes=64 if size == 16_384 else 0,
                         is_quick=size == 4096 and dtype is BFLOAT16 and kind is Norm.RMS and not has_after,
                     )
-    for activation in Activation:
+    for activation in (each for each in Activation if each is not Activation.XIELU):  # of MLPs without gates
         launches[f"gate-{activation}"] = Launch(
             call=partial(_gate, BFLOAT16, activation), kernels=("gate_units",), is_quick=activation is Activation.SILU
         )
@@ -266,6 +282,29 @@ def _product_launches() -> dict[str, Launch]:
     return launches
 
 
+def _single_row(num_inputs: int, dtype: torch.dtype, *, has_bias: bool, is_gated: bool) -> None:
+    x, weight = torch.zeros(1, num_inputs, dtype=dtype), torch.zeros(48, num_inputs, dtype=dtype)
+    bias = torch.zeros(48, dtype=dtype) if has_bias else None
+    if is_gated:
+        multiply_gated_row(x, weight, bias, Activation.SILU)
+    else:
+        multiply_row(x, weight, bias)
+
+
+def _single_row_launches() -> dict[str, Launch]:
+    """Matrices of fewer inputs than a turn of the loop takes, of as many, and of more."""
+    launches = {}
+    for size in (576, 4096, 14_336):
+        for dtype in (BFLOAT16, FLOAT16):
+            for is_gated, kernel in ((False, "multiply_row"), (True, "multiply_gated_row")):
+                for has_bias in (False, True):
+                    name = f"{kernel.replace('_', '-')}-{size}-{str(dtype).removeprefix('torch.')}{'-bias' * has_bias}"
+                    call = partial(_single_row, size, dtype, has_bias=has_bias, is_gated=is_gated)
+                    is_quick = size == 4096 and dtype is BFLOAT16 and not has_bias
+                    launches[name] = Launch(call=call, kernels=(kernel,), is_quick=is_quick, spilled_bytes=_FEW_SPILLED)
+    return launches
+
+
 def _low_rank(size: int, rank: int, dtype: torch.dtype, num_modules: int) -> None:
     names = [f"m{i}" for i in range(num_modules)]
     site = Site(tuple((name, size, (0, size)) for name in names), size)
@@ -291,5 +330,10 @@ def _low_rank_launches() -> dict[str, Launch]:
 
 
 LAUNCHES: dict[str, Launch] = (
-    _attention_launches() | _glue_launches() | _sampling_launches() | _product_launches() | _low_rank_launches()
+    _attention_launches()
+    | _glue_launches()
+    | _single_row_launches()
+    | _sampling_launches()
+    | _product_launches()
+    | _low_rank_launches()
 )

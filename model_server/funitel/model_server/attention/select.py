@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
+from funitel.model_server.device.probe_or_fall_back import check_probe, probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
@@ -79,7 +79,6 @@ Stopwatch = Callable[[Callable[[], object]], float]  # work -> seconds
 PROBE: Rows = ((0, 5), (40, 1), (300, 1), (0, 17), (30, 6))  # every way in which a row can lie in a step
 FRESH: Rows = ((0, 5), (0, 17))
 PROMPT: Rows = ((0, 2048),)
-_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
 _DECODE_CONTEXT = 4096
 _MAX_TIMED_BYTES = 512 << 20  # of keys and values: long enough for what a launch costs the host not to count
 
@@ -96,7 +95,7 @@ class KernelCheck:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._spec = replace(spec, num_layers=1, state_layers=())
+        self._spec = spec.of_one_layer()
         self._heads = heads
         self._block_size = block_size
         self._device = device
@@ -117,10 +116,7 @@ class KernelCheck:
         The kernels of the model's widths are compiled on the way, so that no request waits for them.
         """
         attend = self._step(rows)
-        found, expected = attend(backend).float(), attend(reference).float()
-        error = float((found - expected).norm() / expected.norm())
-        if not error <= _BOUND:
-            raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {_BOUND:g} is right")
+        check_probe(attend(backend), attend(reference))
 
     def seconds(self, backends: Sequence[AttentionBackend], rows: Rows, stopwatch: Stopwatch) -> list[float]:
         """How long each takes for a step of these rows."""

@@ -186,7 +186,7 @@ class StepSampler:
         slots, tokens = upload(numbers, self._states.device)
         self._states.push(slots, tokens)
         counted = [(self._states.place_of(row), token) for row, token in forced if row.start.sampling.has_penalties]
-        if counted and self._parallel.rank == 0:
+        if counted and self._parallel.is_root:
             self._states.count(*upload(np.array(counted, dtype=np.int64).T.copy(), self._states.device))
 
     def shared(self, due: Sequence[SequenceState], sampled: SampledBatch | None, *, in_words: bool) -> torch.Tensor:

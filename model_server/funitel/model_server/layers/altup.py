@@ -14,14 +14,18 @@ _MIN_SQUARE = 1e-5  # mean square of hidden states that are brought to the size 
 
 
 class Streams:
-    """From the hidden states [num_tokens, hidden_size] of the embedding to several of a token, and back."""
+    """From the hidden states [num_tokens, hidden_size] of the embedding to several of a token, and back.
+
+    The first pipeline stage has the way there, the last one the way back.
+    """
 
     def __init__(self, spec: ModelSpec, altup: AltUpSpec, weights: Weights) -> None:
         def matrices(template: str) -> list[Matmul]:
             stems = [weights.prefix + template.format(j=j) for j in range(altup.num_streams - 1)]
             return [Matmul(weights.read_linear(stem, spec.hidden_size, spec.hidden_size)) for stem in stems]
 
-        self.into, self.back = matrices(spec.names.altup_in), matrices(spec.names.altup_out)
+        self.into = matrices(spec.names.altup_in) if spec.is_first else []
+        self.back = matrices(spec.names.altup_out) if spec.is_last else []
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """The streams [num_tokens, num_streams, hidden_size] of hidden states."""

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from funitel.model_server.device.dependent_kernels import dependent, wait_for_previous
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.layers.elementwise import HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
@@ -40,67 +41,75 @@ def join_residual(
     HAS_BEFORE_WEIGHT: tl.constexpr,
     HAS_AFTER_BIAS: tl.constexpr,
     HAS_BEFORE_BIAS: tl.constexpr,
+    LOADS_FIRST: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
-    """One token: total = x + scale * after(result), normed = before(total). Without a result normed = before(x)."""
+    """One token: total = x + scale * after(result), normed = before(total). Without a result normed = before(x).
+
+    With LOADS_FIRST tensors of norms are loaded before the program waits for the kernel before it.
+    """
     first = tl.program_id(0).to(tl.int64) * SIZE
     dims = tl.arange(0, PADDED)
     is_in = dims < SIZE
+    if LOADS_FIRST:
+        after_factors = _loaded(after_weight, dims, is_in, 1.0, AFTER != "none" and HAS_AFTER_WEIGHT)
+        after_terms = _loaded(after_bias, dims, is_in, 0.0, AFTER != "none" and HAS_AFTER_BIAS)
+        before_factors = _loaded(before_weight, dims, is_in, 1.0, BEFORE != "none" and HAS_BEFORE_WEIGHT)
+        before_terms = _loaded(before_bias, dims, is_in, 0.0, BEFORE != "none" and HAS_BEFORE_BIAS)
+    wait_for_previous(IS_DEPENDENT)
     row = tl.load(x + first + dims, mask=is_in, other=0.0).to(tl.float32)
     if HAS_RESULT:
         added = tl.load(result + first + dims, mask=is_in, other=0.0).to(tl.float32)
-        added = _normalized(
-            added, is_in, dims, after_weight, after_bias, after_eps, SIZE, AFTER, HAS_AFTER_WEIGHT, HAS_AFTER_BIAS
-        )
+        if not LOADS_FIRST:
+            after_factors = _loaded(after_weight, dims, is_in, 1.0, AFTER != "none" and HAS_AFTER_WEIGHT)
+            after_terms = _loaded(after_bias, dims, is_in, 0.0, AFTER != "none" and HAS_AFTER_BIAS)
+        added = _normalized(added, is_in, after_factors, after_terms, after_eps, SIZE, AFTER)
         rounded = (row + scale * added).to(total.dtype.element_ty)
         tl.store(total + first + dims, rounded, mask=is_in)
         row = rounded.to(tl.float32)
     if BEFORE != "none":
-        row = _normalized(
-            row, is_in, dims, before_weight, before_bias, before_eps, SIZE, BEFORE, HAS_BEFORE_WEIGHT, HAS_BEFORE_BIAS
-        )
+        if not LOADS_FIRST:
+            before_factors = _loaded(before_weight, dims, is_in, 1.0, HAS_BEFORE_WEIGHT)
+            before_terms = _loaded(before_bias, dims, is_in, 0.0, HAS_BEFORE_BIAS)
+        row = _normalized(row, is_in, before_factors, before_terms, before_eps, SIZE, BEFORE)
         tl.store(normed + first + dims, row.to(normed.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
-def _normalized(
-    row,
-    is_in,
-    dims,
-    weight,
-    bias,
-    eps,
-    SIZE: tl.constexpr,
-    KIND: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+def _loaded(tensor, dims, is_in, otherwise, IS_THERE: tl.constexpr):
+    """A tensor of a norm, or one number for each element where there is none."""
+    if IS_THERE:
+        return tl.load(tensor + dims, mask=is_in, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(dims.shape, tl.float32) + otherwise
+
+
+@triton.jit
+def _normalized(row, is_in, factors, terms, eps, SIZE: tl.constexpr, KIND: tl.constexpr):
     """A row, zeros beyond its elements, by a norm of KIND."""
     if KIND == "layer":
         row = tl.where(is_in, row - tl.sum(row, 0) / SIZE, 0.0)
     if KIND != "none":
-        row = row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps)
-        if HAS_WEIGHT:
-            row = row * tl.load(weight + dims, mask=is_in, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            row = row + tl.load(bias + dims, mask=is_in, other=0.0).to(tl.float32)
+        row = row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps) * factors + terms
     return row
 
 
 @triton.jit
-def gate_units(x, out, num_units, ACTIVATION: tl.constexpr, NUM_AT_ONCE: tl.constexpr):
+def gate_units(x, out, num_units, ACTIVATION: tl.constexpr, NUM_AT_ONCE: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     """Some units of one token: its gates come first, then as many values."""
+    wait_for_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     units = tl.program_id(1) * NUM_AT_ONCE + tl.arange(0, NUM_AT_ONCE)
     is_in = units < num_units
     line = x + token * 2 * num_units
     gate = tl.load(line + units, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(line + num_units + units, mask=is_in, other=0.0).to(tl.float32)
-    product = _activated(gate, ACTIVATION) * up
+    product = activated(gate, ACTIVATION) * up
     tl.store(out + token * num_units + units, product.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     """By the names of `spec.Activation`."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
@@ -154,6 +163,7 @@ def place_heads(
     NORM: tl.constexpr,
     IS_NORM_OF_EACH: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token: queries and keys normalised and turned, keys and values written to the token's slot.
 
@@ -167,6 +177,17 @@ def place_heads(
     is_query = (head < NUM_HEADS)[:, None]
     is_turning = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    if HALF > 0:
+        if IS_INTERLEAVED:
+            partner, pair, is_first = dims ^ 1, dims // 2, dims % 2 == 0
+        else:
+            partner, pair, is_first = tl.where(dims < HALF, dims + HALF, dims - HALF), dims % HALF, dims < HALF
+        angle = token * HALF + pair
+        is_pair = dims < 2 * HALF
+        c = tl.load(cos + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    block, offset = tl.load(blocks + token), tl.load(offsets + token)
+    wait_for_previous(IS_DEPENDENT)
     heads = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM
     x = tl.load(heads + dims[None, :], mask=is_in, other=0.0).to(tl.float32)
     if HAS_CLIP:
@@ -185,10 +206,6 @@ def place_heads(
         )
         x = tl.where(is_turning, normed, x)
     if HALF > 0:
-        if IS_INTERLEAVED:
-            partner, pair, is_first = dims ^ 1, dims // 2, dims % 2 == 0
-        else:
-            partner, pair, is_first = tl.where(dims < HALF, dims + HALF, dims - HALF), dims % HALF, dims < HALF
         does_turn = is_in & is_turning & (dims < 2 * HALF)[None, :]
         other = tl.load(heads + partner[None, :], mask=does_turn, other=0.0).to(tl.float32)
         if HAS_CLIP:
@@ -207,12 +224,7 @@ def place_heads(
                 k_bias,
                 HAS_NORM_BIAS,
             )
-        angle = token * HALF + pair
-        is_pair = dims < 2 * HALF
-        c = tl.load(cos + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        s = tl.load(sin + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
         x = tl.where(does_turn, x * c + other * tl.where(is_first[None, :], -s, s), x)
-    block, offset = tl.load(blocks + token), tl.load(offsets + token)
     own = queries + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(own, x.to(queries.dtype.element_ty), mask=is_in & is_query)
     if HAS_SCALES:
@@ -240,6 +252,7 @@ def _of_heads(x, mean, factor, places, is_query, is_in, q_weight, k_weight, q_bi
 
 
 _MAX_HIDDEN = 16_384  # elements of a row of hidden states: a program holds a row in its registers
+_MAX_LOADED_FIRST = 8192  # elements of a row beside which its norms' tensors fit into registers too
 _MAX_HEAD_DIM = 256
 _UNITS_AT_ONCE = 1024
 _HEAD_ELEMENTS = 1024  # of a program's heads
@@ -282,7 +295,7 @@ class TritonElementwiseOps:
         num_tokens, num_units = x.shape[0], x.shape[1] // 2
         out = x.new_empty(num_tokens, num_units)
         gate_units[(num_tokens, triton.cdiv(num_units, _UNITS_AT_ONCE))](
-            x, out, num_units, ACTIVATION=activation.value, NUM_AT_ONCE=_UNITS_AT_ONCE
+            x, out, num_units, ACTIVATION=activation.value, NUM_AT_ONCE=_UNITS_AT_ONCE, **dependent()
         )
         return out
 
@@ -330,6 +343,7 @@ class TritonElementwiseOps:
             NORM=_kind_of(q_norm),
             IS_NORM_OF_EACH=q_norm is not None and q_norm.weight is not None and q_norm.weight.dim() == 2,
             HAS_NORM_BIAS=q_norm is not None and q_norm.bias is not None,
+            **dependent(),
         )
         return queries
 
@@ -391,5 +405,7 @@ def _join(
         HAS_BEFORE_WEIGHT=weights[1] is not None,
         HAS_AFTER_BIAS=biases[0] is not None,
         HAS_BEFORE_BIAS=biases[1] is not None,
+        LOADS_FIRST=size <= _MAX_LOADED_FIRST,
         num_warps=4 if size <= 2048 else 8 if size <= 8192 else 16,
+        **dependent(),
     )

@@ -10,6 +10,7 @@ from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.device.torch_import import seeded_generator
+from funitel.model_server.layers.single_row import SingleRowProducts, products_for
 from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.spec.layer_spec import LayerSpec
 from funitel.model_server.spec.model_spec import Activation, ModelSpec, Norm, QkNorm, QkvLayout
@@ -26,7 +27,7 @@ _XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
 
 
 class Matmul:
-    """x @ weight.T + bias. In float32 on a CPU the weight is repacked once for oneDNN.
+    """x @ weight.T + bias. In float32 on a CPU the weight is repacked once for oneDNN; a GPU may have kernels for rows.
 
     Measured 2026-11 on two AVX2 cores, 576 -> 3072: 17 rows 1.5x, 4 rows 2.3x faster than `F.linear`; logits of one
     row (576 -> 49152) 1.9x. A packed product's rows do not depend on one another, except that a row alone may be summed
@@ -43,13 +44,31 @@ class Matmul:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.TUNED_ROWS)
         self.weight = weight  # [outputs, inputs], opaque when packed
         self.is_alone_different = self.is_packed and self._sums_alone_differently(weight.shape[1])
+        self.single_row: SingleRowProducts | None = products_for(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.single_row is not None and _is_row(x):
+            return self.single_row.multiply(x, self.weight, self.bias)
         if not self.is_packed:
             return F.linear(x, self.weight, self.bias)
         if self.is_alone_different and x.shape[0] == 1:
             return self._product(x.expand(2, -1))[:1]
         return self._product(x)
+
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor | None:
+        """The activated first half of the outputs times the second half, where one kernel has it; else None."""
+        if self.single_row is None or not _is_row(x):
+            return None
+        return self.single_row.multiply_gated(x, self.weight, self.bias, activation)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """The product in float32; on a GPU it is not rounded before, and written once."""
+        if self.single_row is not None and _is_row(x):
+            return self.single_row.multiply(x, self.weight, self.bias, torch.float32)
+        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+            y = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+            return y if self.bias is None else y + self.bias
+        return self(x).float()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -58,6 +77,10 @@ class Matmul:
     def _sums_alone_differently(self, num_inputs: int) -> bool:
         pair = torch.rand(1, num_inputs, generator=seeded_generator(0)).expand(2, -1).contiguous()
         return not torch.equal(self._product(pair[:1]), self._product(pair)[:1])
+
+
+def _is_row(x: torch.Tensor) -> bool:
+    return x.dim() == 2 and x.shape[0] == 1 and x.is_contiguous()
 
 
 def read_product(
@@ -226,6 +249,12 @@ class ColumnLinear:
         y = self.matmul(x)
         return y if self.delta is None else self.delta(x, y)
 
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor | None:
+        """The activated first half of the outputs times the second half, where one kernel has it; else None."""
+        if self.delta is not None or not isinstance(self.matmul, Matmul):
+            return None
+        return self.matmul.gated(x, activation)
+
 
 class RowLinear:
     """A linear layer split by input: partial sums are added over all ranks; rank 0 adds the bias.
@@ -311,14 +340,23 @@ class VocabHead:
     delta: Delta | None = None
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, name: str, embedding: VocabEmbedding, parallel: TensorParallel
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        name: str,
+        embedding: VocabEmbedding | None,
+        parallel: TensorParallel,
     ) -> None:
         self.parallel = parallel
         self.vocab_size = spec.vocab_size
         self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
-        shape, rows = [spec.vocab_size, spec.table_size], (embedding.start, embedding.end)
+        shape, rows = [spec.vocab_size, spec.table_size], parallel.split(spec.vocab_size)
         self.site = Site(((name, spec.vocab_size, rows),), spec.table_size, is_head=True)
-        weight = embedding.weight if spec.is_tied else weights.read(f"{name}.weight", shape, rows=rows)
+        if spec.is_tied:
+            assert embedding is not None, "a head that is the embedding table is where that is"
+            weight = embedding.weight
+        else:
+            weight = weights.read(f"{name}.weight", shape, rows=rows)
         if spec.is_head_normalized:
             weight = F.normalize(weight)
         bias = weights.read(f"{name}.bias", [spec.vocab_size], rows=rows) if spec.has_head_bias else None
@@ -328,8 +366,9 @@ class VocabHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits [rows, vocab_size] in float32 on rank 0; None on the others."""
-        logits = self.matmul(hidden)
-        logits = (logits if self.delta is None else self.delta(hidden, logits)).float()
+        logits = self.matmul.in_float32(hidden)
+        if self.delta is not None:
+            logits = self.delta(hidden, logits.to(hidden.dtype)).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -85,18 +85,26 @@ class Mlp:
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's hidden units add to the result."""
-        x = self.up(x)
         if not self.is_gated:
-            return self.down.partial((self.xielu or ACTIVATIONS[self.activation])(x))
-        result = self.down.partial(self.elementwise.gate(self._limited(x), self.activation))
+            return self.down.partial((self.xielu or ACTIVATIONS[self.activation])(self.up(x)))
+        gated = self.up.gated(x, self.activation) if self._is_plain else None
+        if gated is None:
+            gated = self.elementwise.gate(self._limited(self.up(x)), self.activation)
+        result = self.down.partial(gated)
         return result if self.scale == 1.0 else result * self.scale
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether gates and values lie side by side and pass as they are."""
+        is_unlimited = self.limit is None and not self.shift and self.threshold is None and self.gate_scale == 1.0
+        return is_unlimited and not self.is_interleaved
 
     def _limited(self, x: torch.Tensor) -> torch.Tensor:
         """Gates and values side by side, each within its limits, of [num_tokens, 2 * units]."""
+        if self._is_plain:
+            return x
         if self.is_interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
-        if self.limit is None and not self.shift and self.threshold is None and self.gate_scale == 1.0:
-            return x
         gate, up = x.chunk(2, dim=-1)
         if self.gate_scale != 1.0:
             gate = gate * self.gate_scale
@@ -189,8 +197,16 @@ class Router:
         return kept.flatten(1)
 
 
+def held_experts(parallel: TensorParallel, num_experts: int) -> range:
+    """Experts that a rank has, or has a part of: all, or its own where whole experts go to ranks."""
+    return range(*parallel.split(num_experts)) if parallel.spreads_experts else range(num_experts)
+
+
 class Experts:
-    """A mixture of experts. Hidden units of each expert are split between ranks; only experts that are hit compute."""
+    """A mixture of experts. Hidden units of each expert are split between ranks; only experts that are hit compute.
+
+    With `TensorParallel.spreads_experts` each rank has some experts whole instead, and computes the rows of these.
+    """
 
     def __init__(
         self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, parallel: TensorParallel, index: int
@@ -199,8 +215,10 @@ class Experts:
         self.num_chosen = experts.num_chosen
         self.is_input_scaled, self.shared_scale = experts.is_input_scaled, experts.shared_scale
         self.router = Router(spec, experts, weights, index)
-        each = [expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
-        self.experts = [Mlp(expert, weights, parallel, index) for expert in each]
+        self.num_experts, self.held = experts.num_experts, held_experts(parallel, experts.num_experts)
+        each = [expert_spec(spec, experts, weights, index, j) for j in self.held]
+        alone = TensorParallel(device=parallel.device) if parallel.spreads_experts else parallel
+        self.experts = [Mlp(expert, weights, alone, index) for expert in each]
         self.shared: Mlp | None = None
         self.share: Matmul | None = None
         if experts.shared_size:
@@ -217,8 +235,9 @@ class Experts:
         choice = self.router(x if routed is None else routed)
         chosen, shares = (found.flatten() for found in choice)  # [num_tokens * num_chosen]
         total = self._shared(x)
-        sizes = chosen.bincount(minlength=len(self.experts)).tolist()
-        for expert, places in zip(self.experts, torch.split(chosen.argsort(stable=True), sizes), strict=True):
+        sizes = chosen.bincount(minlength=self.num_experts).tolist()
+        every = torch.split(chosen.argsort(stable=True), sizes)
+        for expert, places in zip(self.experts, every[self.held.start : self.held.stop], strict=True):
             if len(places):
                 tokens, share = places // self.num_chosen, shares[places, None].to(x.dtype)
                 if self.is_input_scaled:

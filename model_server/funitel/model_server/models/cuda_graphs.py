@@ -240,6 +240,9 @@ def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
     if decoder.offload is not None:
         logger.info("decoding is not recorded as CUDA graphs: weights come from the host in every step")
         return decoder
+    if decoder.boundary is not None:
+        logger.info("decoding is not recorded as CUDA graphs: hidden states come from and go to other stages")
+        return decoder
     if spec.state is not None:
         logger.info("decoding is not recorded as CUDA graphs: %s keeps states", spec.architecture)
         return decoder

@@ -1,12 +1,11 @@
 """Whether a decoder on a GPU computes what lies between matrix products in our kernels: if a probe finds them right."""
 
 import logging
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
+from funitel.model_server.device.probe_or_fall_back import PROBE_BOUND, check_probe, probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.kv_cache.pool import KVCache
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 _POSITIONS = (0, 1, 6, 100, 0)  # of the probe's tokens, the last of which is padding
 _BLOCKS, _OFFSETS = (1, 1, 2, 3, 0), (0, 1, 3, 2, 0)
 _BLOCK_SIZE = 4
-_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
 _FLOAT8_BOUND = 6e-2  # over a pool of float8, where a last bit more or less is 1 part in 8
 
 
@@ -31,6 +29,8 @@ def fuse_elementwise(
 ) -> None:
     """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
     if device.type != "cuda" or decoder.spec.mlp_layers or not decoder.spec.has_mlp:
+        return
+    if not decoder.spec.attention_layers:  # of a pipeline stage
         return
 
     def fall_back(error: Exception) -> None:
@@ -83,16 +83,14 @@ def check_elementwise(
         qkv = drawn(len(_POSITIONS), heads.num_heads + 2 * heads.num_kv_heads, decoder.spec.head_dim)
         for each, found in zip((TorchElementwiseOps(), elementwise), results, strict=True):
             found += _placed(each, decoder, attending, heads, qkv, kv_dtype)
-    bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else _BOUND
+    bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else PROBE_BOUND
     for expected, got in zip(*results, strict=True):
-        error = float((got.float() - expected.float()).norm() / expected.float().norm())
-        if not error <= bound:
-            raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {bound:g} is right")
+        check_probe(got, expected, bound)
 
 
 def _probed_layer(decoder: Decoder) -> DecoderLayer:
     """The first layer that attends, with its weights there, wherever they are kept."""
-    found = decoder.layers[decoder.spec.attention_layers[0]]
+    found = decoder.layers[decoder.spec.attention_layers[0] - decoder.spec.held_layers.start]
     layer = found.fetch() if isinstance(found, OffloadedLayer) else found
     assert isinstance(layer, DecoderLayer)
     return layer
@@ -108,7 +106,7 @@ def _placed(
 ) -> list[torch.Tensor]:
     """Queries and the pool after heads were placed in it."""
     device = qkv.device
-    spec = replace(decoder.spec, num_layers=1, state_layers=())
+    spec = decoder.spec.of_one_layer()
     cache = KVCache(spec, heads, max(_BLOCKS) + 1, _BLOCK_SIZE, kv_dtype, device)
     positions = torch.tensor(_POSITIONS, device=device)
     rotations = {
