@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from funitel.model_server.convert.gguf_reader import read_gguf
 from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.hub import resolve
 from funitel.proto.errors import StartupError, UnsupportedModel
 from funitel_testing import forward_worker
@@ -280,5 +281,6 @@ def test_a_type_nobody_reads_is_named(tensors: dict[str, Array], tmp_path: Path)
         {name: Kind.I32},
         {name: np.zeros((256, 256), np.int32)},
     )
+    folder = resolve.resolve(path, cache_dir=tmp_path / "cache").folder
     with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.weight has type I32, which cannot be read"):
-        resolve.resolve(path, cache_dir=tmp_path / "cache")
+        refuse_described(folder)

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from funitel.model_server.convert import gguf as conversion
-from funitel.model_server.files.gguf_pointer import POINTER, read_pointer
+from funitel.model_server.files.gguf_pointer import POINTER, check_pointer, read_pointer
 from funitel.model_server.files.integrity import check_safetensors
 from funitel.model_server.files.manifest import MANIFEST, VERIFIED
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.hub import huggingface, pypi, resolve
+from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.settings import QuantizeSettings, catalogue
 from funitel.model_server.settings.catalogue import HubRepository, IndexFolder, IndexPackage, Source
 from funitel.model_server.tools.quantize.command import quantize
@@ -244,12 +245,26 @@ def test_failure_late_in_a_conversion_leaves_the_cache_empty(
 
 
 def test_unsupported_gguf_leaves_the_cache_empty(tmp_path: Path, cache_dir: Path, make_gguf: MakeGguf) -> None:
-    make_gguf(
-        tmp_path / "tiny.gguf", metadata=lambda writer: writer.add_string("llama.rope.scaling.type", "unheard-of")
-    )
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.model"].value = "unheard-of"
+
+    make_gguf(tmp_path / "tiny.gguf", metadata=change)
     with pytest.raises(UnsupportedModel):
         resolve.resolve(str(tmp_path / "tiny.gguf"), cache_dir=cache_dir)
     assert visible(cache_dir) == set()
+
+
+def test_a_gguf_without_a_row_is_for_another_engine(tmp_path: Path, cache_dir: Path, make_gguf: MakeGguf) -> None:
+    path = tmp_path / "tiny.gguf"
+    make_gguf(path, metadata=lambda writer: writer.add_string("llama.rope.scaling.type", "unheard-of"))
+    for engine in (None, "native", "transformers"):
+        with pytest.raises(UnsupportedModel, match="unheard-of.*; --engine llama_cpp runs what llama.cpp knows"):
+            resolve.download_weights(str(path), cache_dir=cache_dir, engine=engine)
+    folder = resolve.download_weights(str(path), cache_dir=cache_dir, engine="llama_cpp")
+    assert (folder / "tokenizer.json").is_file()
+    assert check_pointer(folder / POINTER).parts[0].file == str(path)
+    with pytest.raises(UnsupportedModel, match="unheard-of"):
+        choose_spec(None, folder)
 
 
 def test_what_a_killed_process_left_is_swept_away(tiny_gguf: Path, cache_dir: Path) -> None:

@@ -150,12 +150,12 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises: `WeightsError` for a file that is no GGUF, damaged or truncated; `UnsupportedModel` if big-endian.
     """
-    first = _read_one(path)
+    first = read_part(path)
     count = first.metadata.get(_SPLIT_COUNT, 1)
     if count in (0, 1):
         return first
     tensors: dict[str, StoredTensor] = {}
-    files = [_read_one(each) for each in _split_paths(path, count)]
+    files = [read_part(each) for each in _split_paths(path, count)]
     for number, file in enumerate(files):
         if file.metadata.get("split.no") != number or file.metadata.get(_SPLIT_COUNT) != count:
             raise WeightsError(f"{file.path} is not part {number + 1} of {count}, as its name says")
@@ -177,7 +177,8 @@ def _split_paths(path: Path, count: object) -> list[Path]:
     return paths
 
 
-def _read_one(path: Path) -> GgufFile:
+def read_part(path: Path) -> GgufFile:
+    """Open one file of a GGUF. Raises: as `read_gguf`."""
     if file_format(path) != "gguf":
         raise WeightsError(f"{path} is not a GGUF file")
     try:

@@ -14,14 +14,16 @@ from pathlib import Path
 
 
 @contextmanager
-def exclusive(target: Path) -> Iterator[None]:
-    """Be the only process that works on `target`; wait, and say so, while another does."""
+def exclusive(target: Path, *, waits: bool = True) -> Iterator[None]:
+    """Be the only process that works on `target`; wait, and say so, while another does, or raise BlockingIOError."""
     locks = target.parent / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / f"{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not waits:
+                raise
             print(f"waiting for another process that prepares {target.name}", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,9 +1,11 @@
 """Show the progress of long work on stderr: a bar on a terminal, one line per ten percent elsewhere.
 
-Stdout stays free for results, so a caller may pipe it.
+Stdout stays free for results, so a caller may pipe it. A program that asks for it gets JSON lines on stdout instead.
 """
 
+import json
 import sys
+import time
 from typing import TextIO
 
 from rich.console import Console
@@ -11,6 +13,29 @@ from rich.progress import BarColumn, DownloadColumn, TaskProgressColumn, TextCol
 from rich.progress import Progress as Bar
 
 _BAR_WIDTH = 30
+_REPORT_SECONDS = 0.1  # at least, between two lines about the same work
+
+
+class _Reports:
+    """Whether progress goes to a program, as JSON lines on stdout."""
+
+    are_wanted = False
+
+
+def report_as_json() -> None:
+    """Print progress for a program from now on: `{"progress": {"label": ..., "bytes": ..., "total_bytes": ...}}`."""
+    _Reports.are_wanted = True
+
+
+def reports_wanted() -> bool:
+    """Whether `report_as_json` was called."""
+    return _Reports.are_wanted
+
+
+def report(label: str, done_bytes: int, total_bytes: int) -> None:
+    """Print one line for a program."""
+    content = {"label": label, "bytes": done_bytes, "total_bytes": total_bytes}
+    print(json.dumps({"progress": content}), flush=True)
 
 
 class Progress:
@@ -34,6 +59,7 @@ class Progress:
         )
         self._task = self._bar.add_task(label, total=self._total_bytes)
         self._percent_shown = -1
+        self._reported_at = 0.0
         if self._is_terminal:
             self._bar.start()
             console.show_cursor(True)  # work that fails does not come back to the bar
@@ -56,6 +82,12 @@ class Progress:
 
     def _show(self) -> None:
         done = min(self.done_bytes, self._total_bytes)
+        if _Reports.are_wanted:
+            now = time.monotonic()
+            if now - self._reported_at >= _REPORT_SECONDS or done == self._total_bytes:
+                self._reported_at = now
+                report(self._label, done, self._total_bytes)
+            return
         percent = 100 * done // self._total_bytes
         percent -= 0 if self._is_terminal else percent % 10
         if percent == self._percent_shown:

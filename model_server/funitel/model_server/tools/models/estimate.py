@@ -1,9 +1,12 @@
 """Estimate what serving a model takes on this machine, from headers and configurations: no weight is read."""
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from funitel.model_server.checkpoint.storage import open_file
+from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
@@ -13,6 +16,11 @@ from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.tools.models import decoder_estimate, drafter_estimate, transformers_estimate
 from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
 from funitel.proto.errors import NoRow, SettingsError
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """What a `config.json` describes: decoder, encoder or encoder-decoder."""
+    return "encoder" if is_encoder(config) else "encoder-decoder" if is_seq2seq(config) else "decoder"
 
 
 def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
@@ -26,6 +34,7 @@ def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
         return _encoder_needs(settings, folder)
     if settings.model_spec is None and is_seq2seq(config):
         return decoder_estimate.estimate_seq2seq(settings, folder, seq2seq_spec_of(config))
+    refuse_described(folder)
     try:
         spec = choose_spec(settings.model_spec, folder)
     except NoRow as no_row:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from funitel.model_server.executor.pool_sizing import (
     num_state_slots,
     pool_budget,
 )
-from funitel.model_server.kv_cache.pool import Pools
+from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device
 from funitel.model_server.settings import ModelsSettings
 
@@ -46,7 +47,23 @@ class Needs:
         return self.free > sum(self.weights) and (not self.blocks or self.pool > 0) and has_states
 
 
-def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] = ()) -> Needs:
+class PoolSizes(Protocol):
+    """Of the `Pools` of a rank what its size is computed from."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory of a block on this rank."""
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """What the model keeps of a sequence besides, if it does."""
+
+
+def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[PoolSizes] = ()) -> Needs:
     """The needs with the memory that is free, and with the pool that fits beside the weights where ranks have one."""
     device = choose_device(settings.device, 0)
     fraction = settings.cuda_memory_fraction

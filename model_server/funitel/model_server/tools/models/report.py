@@ -22,6 +22,7 @@ from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import DTYPES, ModelsSettings
 from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.model_server.tools.models.estimate import needs_of
+from funitel.model_server.tools.models.explanation import tell_options
 from funitel.model_server.tools.models.needs import Needs
 from funitel.proto.errors import UnsupportedModel
 
@@ -130,6 +131,11 @@ def _yes(claim: bool) -> str:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows))
+
+
+def tell(settings: ModelsSettings) -> tuple[str, bool]:
+    """What serving a model takes, or with `--explain` every option; and whether one fits. Raises: StartupError."""
+    return tell_options(settings) if settings.explain else tell_needs(settings)
 
 
 def tell_needs(settings: ModelsSettings) -> tuple[str, bool]:

@@ -95,6 +95,7 @@ class _Observed(Matmul):
     def __init__(self, product: Product, hessian: Hessian) -> None:
         self.product = product
         self.hessian = hessian
+        self.single_row = None  # every input passes `__call__`
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.hessian.add(x)
