@@ -205,6 +205,22 @@ def test_pausing_before_it_is_queued_and_twice_is_one_pause(llm: LLM, engine: As
     assert handle.state is RequestState.FINISHED
 
 
+def test_a_pause_before_the_last_resumption_is_not_waited_for(llm: LLM, engine: AsyncLLM) -> None:
+    handle = begun(engine.start_request("Later", LONG))
+    handle.pause()
+    assert handle.sync(SECONDS)
+    is_blocked, goes_on = threading.Event(), threading.Event()
+    llm._model.loop.post(lambda: (is_blocked.set(), goes_on.wait(SECONDS)))
+    assert is_blocked.wait(SECONDS)
+    handle.resume()
+    handle.pause()
+    assert not handle.sync(0.02), "it is still in the pause before"
+    goes_on.set()
+    assert handle.sync(SECONDS)
+    assert handle.state is RequestState.PAUSED
+    handle.abort()
+
+
 def test_a_stopped_request_keeps_what_it_has(llm: LLM, engine: AsyncLLM) -> None:
     (whole,) = llm.generate("Stop", LONG, use_tqdm=False)
     for pauses in (False, True):
@@ -396,7 +412,7 @@ ENDS = ("stop", "abort", "release", "drop")
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) -> None:
-    num_requests = 1000 if family == "llama" else 60
+    num_requests, share_of_ends = (1000, 0.07) if family == "llama" else (60, 0.25)
     draw = random.Random(19)
     fates = {i: ENDS[i // 3 % len(ENDS)] for i in range(0, num_requests, 3)}  # the others are to finish
     prompts = [f"{'word ' * draw.randrange(6)}{draw.randrange(40)}" for _ in range(num_requests)]
@@ -426,7 +442,7 @@ def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) ->
                 elif kind < 0.4:
                     handle.pause()
                     counts["pause"] += 1
-                elif kind < 0.93 or i not in fates:
+                elif kind < 1 - share_of_ends or i not in fates:
                     handle.resume()
                     counts["resume"] += 1
                 else:
@@ -440,14 +456,15 @@ def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) ->
                             running.pop(i).release()
                         case "drop":
                             del running[i], handle
-                time.sleep(0.0002)
-            assert all(counts.values()), counts
+                time.sleep(0.002)  # more often, they would leave the engine no time
+            kinds = counts if family == "llama" else ("pause", "resume")  # so few may end before they are struck
+            assert all(counts[kind] for kind in kinds), counts
             states = {i: handle.state for i, handle in ended.items()}
             found = {i: handle.output.outputs for i, handle in ended.items()}
         finished = [i for i, state in states.items() if state is RequestState.FINISHED]
         stopped = [i for i, state in states.items() if state is RequestState.STOPPED]
         assert len(finished) >= num_requests * 2 // 3
-        assert stopped
+        assert stopped or not counts["stop"]
         assert RequestState.FAILED not in states.values()
         for i in finished:
             assert list(map(said, found[i])) == list(map(said, expected[i]))

@@ -155,6 +155,7 @@ OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop", "TokenSequenc
 OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory", "StateSave"}
 OUR_MESSAGES |= {f"{call}Adapter{kind}" for call in ("Load", "Unload") for kind in ("Request", "Response")}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
+OUR_MESSAGES |= {f"{call}{kind}" for call in ("Sleep", "Wake") for kind in ("Request", "Response")}
 OUR_ENUMS = {
     "EncoderTask": {
         "ENCODER_TASK_EMBED": 0,

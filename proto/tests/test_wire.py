@@ -383,6 +383,13 @@ def test_memory(memory: ShardMemory) -> None:
 # What equality cannot say
 
 
+def test_sleep_says_its_level_and_how_much_is_free() -> None:
+    assert over_the_wire(pb.SleepRequest(level=1)).level == 1
+    assert pb.SleepRequest().level == 0  # which no shard takes
+    assert over_the_wire(pb.SleepResponse(freed_bytes=1 << 40)).freed_bytes == 1 << 40
+    assert over_the_wire(pb.WakeRequest()) == pb.WakeRequest()
+
+
 def test_floats_arrive_as_float32() -> None:
     start = SequenceStart(
         request_id=1, sampling=SamplingParams(temperature=0.1), stopping=StoppingParams(max_new_tokens=1)

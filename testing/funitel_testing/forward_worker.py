@@ -8,7 +8,7 @@ import ctypes
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,16 @@ from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
+from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.models.stage_boundary import StageBoundary
 from funitel.model_server.registry.lookup import choose_spec, spec_of
+from funitel.model_server.spec.model_spec import ModelSpec
 from funitel_testing.cache import usual_cache
 
 BLOCK_SIZE = 4
@@ -82,21 +85,24 @@ def run(
     model_spec: str | None = None,
     activations: ActivationDtype = ActivationDtype.INT8,
     seed: int | None = None,
+    part: Callable[[ModelSpec], ModelSpec] = lambda spec: spec,
+    link: StageLink | None = None,
 ) -> list[torch.Tensor]:
     """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is.
 
     `model_spec` is the file of a spec to use instead of the family's, in torch. `seed` is that of `step_at_random`, in
-    place of `step_through`.
+    place of `step_through`. `part` makes the spec of a pipeline stage, which `link` joins to the others.
     """
-    spec = choose_spec(model_spec, folder)
+    spec = part(choose_spec(model_spec, folder))
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     decoder: Forward
     dtype = torch.float32
     if tier is None:
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
-        decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, CPU))
+        boundary = None if link is None else StageBoundary(link, torch.float32, CPU)
+        decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, CPU), boundary=boundary)
     else:
-        decoder = fused_decoder(folder, tier, parallel, activations=activations)
+        decoder = fused_decoder(folder, tier, parallel, activations=activations, part=part, link=link)
         dtype = decoder.kv_dtype
     cache = KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU)
     layout = StateLayout.of(spec, parallel.size, parallel.rank)
@@ -116,10 +122,12 @@ def fused_decoder(
     block_size: int = BLOCK_SIZE,
     instruction_set: str | None = None,
     activations: ActivationDtype = ActivationDtype.INT8,
+    part: Callable[[ModelSpec], ModelSpec] = lambda spec: spec,
+    link: StageLink | None = None,
 ) -> FusedDecoder:
-    """The model of `folder` in the fused step."""
+    """The model of `folder` in the fused step, or the stage of it that `part` makes."""
     library = fused_library(instruction_set)
-    spec = spec_of(read_json(folder / "config.json"))
+    spec = part(spec_of(read_json(folder / "config.json")))
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
     return FusedDecoder(
         spec,
@@ -130,6 +138,7 @@ def fused_decoder(
         block_size=block_size,
         num_threads=num_threads,
         activations=activations,
+        link=link,
     )
 
 

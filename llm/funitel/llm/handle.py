@@ -59,14 +59,14 @@ class StartedRequest:
     def pause(self) -> None:
         """Compute nothing more until it is resumed."""
         engine = self._engine
-        if engine is not None and [stream for stream in self._streams if engine.paused.pause(stream)]:
-            self._results.set_paused(True)
+        changed = engine is not None and [stream for stream in self._streams if engine.paused.pause(stream)]
+        self._results.carry_out(True if changed else None)
 
     def resume(self) -> None:
         """Go on."""
         engine = self._engine
-        if engine is not None and [stream for stream in self._streams if engine.paused.resume(stream)]:
-            self._results.set_paused(False)
+        changed = engine is not None and [stream for stream in self._streams if engine.paused.resume(stream)]
+        self._results.carry_out(False if changed else None)
 
     def _receive(self, index: int, event: Event, now: float) -> None:
         if isinstance(event, FunitelError):
@@ -167,10 +167,12 @@ class RequestHandle:
 
         It takes no place of the batch and of the queue meanwhile.
         """
+        self._results.ask()
         self._thread.post_if_open(self._started.pause)
 
     def resume(self) -> None:
         """Go on: the text is the one that it would have been without the pause."""
+        self._results.ask()
         self._thread.post_if_open(self._started.resume)
 
     def sync(self, timeout: float | None = None) -> bool:

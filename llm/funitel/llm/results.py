@@ -44,6 +44,7 @@ class RequestResults:
         self._kind = job.params.output_kind
         self._streams: Sequence[TokenStream] = ()
         self._is_paused = False
+        self._num_asked = 0  # pauses and resumptions that the engine's thread has yet to carry out
         self._ending: RequestState | None = None
         self._error: FunitelError | None = None
         self._has_news = False
@@ -82,10 +83,17 @@ class RequestResults:
             self._builders = [CompletionBuilder(index, self._job.params) for index in range(self._job.params.n)]
         self._end(RequestState.ABORTED, None)
 
-    def set_paused(self, is_paused: bool) -> None:
-        """The request was paused, or goes on."""
+    def ask(self) -> None:
+        """A pause or a resumption is on its way to the engine's thread; called by any thread."""
         with self._changed:
-            self._is_paused = is_paused
+            self._num_asked += 1
+
+    def carry_out(self, is_paused: bool | None) -> None:
+        """A pause or a resumption was carried out: the request is paused, or goes on, or (None) nothing changed."""
+        with self._changed:
+            self._num_asked -= 1
+            if is_paused is not None:
+                self._is_paused = is_paused
             self._wake()
 
     def _end(self, state: RequestState, error: FunitelError | None) -> None:
@@ -151,7 +159,7 @@ class RequestResults:
             await waiter
 
     def settled(self, timeout: float | None = None) -> bool:
-        """Wait until the request has ended or is paused; whether it is by then."""
+        """Wait until the request has ended, or is paused by the last that was asked; whether it is by then."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_settled, timeout)
 
@@ -171,7 +179,7 @@ class RequestResults:
 
     @property
     def _is_settled(self) -> bool:
-        return self._ending is not None or self._is_paused
+        return self._ending is not None or (self._is_paused and not self._num_asked)
 
     def _waiter(self) -> "asyncio.Future[None]":
         loop = asyncio.get_running_loop()

@@ -16,14 +16,19 @@ from funitel.model_server.hub import resolve
 from funitel.model_server.rpc.listen_address import remove_files
 from funitel.model_server.settings import (
     ARGUMENTS,
+    LLAMA_CPP,
+    CachedSettings,
+    CheckSpecSettings,
     DownloadSettings,
     KernelSettings,
     ModelServerSettings,
     ModelsSettings,
     QuantizeSettings,
+    RemoveCachedSettings,
     SpecSettings,
 )
-from funitel.proto.extras import requiring
+from funitel.model_server.tools import control_plane
+from funitel.proto.extras import check_extra, requiring
 from funitel.proto.process import logs
 from funitel.proto.process.parent import stop_with_parent
 from funitel.proto.process.standard_streams import open_standard_streams
@@ -40,9 +45,14 @@ app = typer.Typer(
 def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
     stop_with_parent(settings.exit_with_parent)
+    resolve.serve_a_program(reports_progress=settings.reports_progress)
     if settings.draft_model is not None:
         resolve.download_weights(settings.draft_model, cache_dir=settings.cache_dir)
-    print(resolve.download_weights(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir))
+    if settings.engine == LLAMA_CPP:
+        check_extra("llama-cpp", "--engine llama_cpp")
+    revision, cache_dir = settings.revision, settings.cache_dir
+    folder = resolve.download_weights(settings.model_id, revision=revision, cache_dir=cache_dir, engine=settings.engine)
+    print(folder)
 
 
 @requiring("server", "quantising a model")
@@ -92,15 +102,30 @@ def spec(settings: SpecSettings) -> None:
 @requiring("server", "the list of models")
 def models(settings: ModelsSettings) -> None:
     """List what can be served, or say what one model takes; then the exit code is 1 where it does not fit."""
-    from funitel.model_server.tools.models.report import list_all, tell_needs  # torch: seconds to import
+    from funitel.model_server.tools.models.report import list_all, tell  # torch: seconds to import
 
     if not settings.model_id:
         print(list_all(is_json=settings.json))
         return
-    text, fits = tell_needs(settings)
+    text, fits = tell(settings)
     print(text)
     if not fits:
         raise typer.Exit(1)
+
+
+def cached(settings: CachedSettings) -> None:
+    """List the models on this disk."""
+    print(control_plane.list_cached(settings))
+
+
+def remove_cached(settings: RemoveCachedSettings) -> None:
+    """Delete a model from this disk, unless a process uses it."""
+    print(control_plane.remove_cached(settings))
+
+
+def check_spec(settings: CheckSpecSettings) -> None:
+    """Check that a file describes a model that can be."""
+    print(control_plane.check_spec(settings))
 
 
 @requiring("server", "a shard")
@@ -155,6 +180,9 @@ _command("quantize", QuantizeSettings, quantize, program="quantize", set_up=_log
 _command("bench-kernels", KernelSettings, bench_kernels, set_up=_log_as_measurement)
 _command("spec", SpecSettings, spec)
 _command("models", ModelsSettings, models)
+_command("cached", CachedSettings, cached)
+_command("remove-cached", RemoveCachedSettings, remove_cached)
+_command("check-spec", CheckSpecSettings, check_spec)
 
 
 def main() -> NoReturn:

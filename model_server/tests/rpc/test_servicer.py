@@ -11,15 +11,18 @@ import grpc
 import pytest
 
 from funitel.model_server.executor.executor import Executor
+from funitel.model_server.loading.encoder import load_encoder
 from funitel.model_server.rpc.serve import CallServer
-from funitel.model_server.rpc.servicer import Servicer, make_server
+from funitel.model_server.rpc.servicer import EncoderServicer, Servicer, make_server
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto import encoder_wire, generate_pb2_grpc, wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, ShardFailed
-from funitel.proto.step import Capability, GrammarType, ShardInfo
+from funitel.proto.step import Capability, EncoderInput, EncoderTask, GrammarType, ShardInfo, WarmupLimits
 from funitel_testing.executors import load_executor, num_sequences, start
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_adapters import EIGHT, save_adapter
+from funitel_testing.tiny_encoders import save_tiny_encoder
 
 PROMPT = list(range(40, 60))
 
@@ -217,3 +220,71 @@ async def test_adapters_are_loaded_and_dropped_aside_from_the_steps(shard: Shard
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     with pytest.raises(grpc.aio.AioRpcError, match="adapter b cannot be loaded: path .* is not a folder"):
         await shard.stub.LoadAdapter(pb.LoadAdapterRequest(id="b", path=str(tmp_path / "nowhere")))
+
+
+async def warm_up(shard: Shard) -> None:
+    limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000)
+    await shard.stub.Warmup(wire.encode_warmup(wire.encode_batch(0, [start(0, PROMPT)], 4), limits))
+
+
+async def test_a_shard_sleeps_and_wakes_up(shard: Shard) -> None:
+    before = wire.decode_result(await shard.stub.Prefill(shard.prefill(1, 1, step_seq=1)))
+    await shard.stub.ClearCache(pb.ClearCacheRequest())
+    answer = await shard.stub.Sleep(pb.SleepRequest(level=1))
+    assert answer.freed_bytes >= 0
+    assert (await shard.stub.Sleep(pb.SleepRequest(level=1))).freed_bytes == 0
+    batch = wire.encode_batch(1, [start(1, PROMPT)], 4)
+    for call in (
+        shard.stub.Prefill(shard.prefill(1, 1, step_seq=1)),
+        shard.stub.Warmup(wire.encode_warmup(batch, WarmupLimits())),
+        shard.stub.LoadAdapter(pb.LoadAdapterRequest(id="a", path="/nowhere")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert refused.value.details() == "the shard sleeps: Wake comes first, then Warmup"
+    await shard.stub.Health(pb.HealthRequest())
+    await shard.stub.Info(pb.InfoRequest())
+    await shard.stub.Wake(pb.WakeRequest())
+    await shard.stub.ClearCache(pb.ClearCacheRequest())
+    await warm_up(shard)
+    after = wire.decode_result(await shard.stub.Prefill(shard.prefill(1, 1, step_seq=1)))
+    assert [each.tokens for each in after.generations] == [each.tokens for each in before.generations]
+
+
+async def test_a_shard_with_work_does_not_sleep(shard: Shard) -> None:
+    waiting = asyncio.ensure_future(shard.stub.Prefill(shard.prefill(1, 1, step_seq=2)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(grpc.aio.AioRpcError, match="the shard cannot sleep: 1 calls wait for their turn") as refused:
+        await shard.stub.Sleep(pb.SleepRequest(level=1))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await shard.stub.Prefill(shard.prefill(2, 2, step_seq=1))
+    await waiting
+    with pytest.raises(grpc.aio.AioRpcError, match="the shard cannot sleep: 2 sequences are here") as refused:
+        await shard.stub.Sleep(pb.SleepRequest(level=1))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await shard.stub.ClearCache(pb.ClearCacheRequest())
+    with pytest.raises(grpc.aio.AioRpcError, match="level must be 1") as refused:
+        await shard.stub.Sleep(pb.SleepRequest())
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await shard.stub.Prefill(shard.prefill(1, 1, step_seq=1))
+
+
+async def test_an_encoder_answers_sleep_and_wake(tmp_path: Path) -> None:
+    folder = save_tiny_encoder("Bert", "Model", tmp_path / "model")
+    executor, info = load_encoder(ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1), folder)
+    address = f"unix:{tmp_path}/shard-0"
+    call = encoder_wire.encode_inputs(EncoderTask.EMBED, [EncoderInput(input_ids=(2, 3, 4))])
+    with ThreadPoolExecutor(1) as compute:
+        server = make_server(EncoderServicer(executor, info, [f"unix:///{tmp_path}"], compute), address)
+        await server.start()
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+            expected = (await stub.Encode(call)).values
+            await stub.Sleep(pb.SleepRequest(level=1))
+            with pytest.raises(grpc.aio.AioRpcError, match="the shard sleeps") as refused:
+                await stub.Encode(call)
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            await stub.Wake(pb.WakeRequest())
+            assert (await stub.Encode(call)).values == expected
+        await server.stop(None)

@@ -1,6 +1,8 @@
 """A draft model: its drafts are its own greedy continuation, whatever its pool held before, and texts do not change."""
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,15 @@ def test_the_pool_has_room_for_both(tmp_path: Path) -> None:
     assert drafting.runner.pool.num_bytes == drafting.runner.pool.num_blocks * drafting.runner.pools.bytes_per_block
 
 
+@pytest.fixture
+def keeps_usr1() -> Iterator[None]:
+    """A program that downloads handles SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("keeps_usr1")
 def test_a_download_fetches_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_tiny("llama", tmp_path / "target")
     download(DownloadSettings(model_id=str(folder), draft_model=str(folder)))

@@ -22,14 +22,20 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     ├── RateLimited               the API key has reached its limit per minute, or of concurrent requests
     ├── NotFound                  the resource of a path does not exist
     │   └── ModelNotFound         the named model is not served
+    ├── Conflict                  what is asked contradicts the state of a model: a name is taken, the model is in use
+    ├── LaunchFailed              a model that a client waits for has failed to load
+    ├── LaunchCancelled           a model that a client waits for was cancelled
+    ├── DoesNotFit                a model does not fit the memory beside those that may not be evicted
     ├── Overloaded                too many requests in flight, or the deadline cannot be met
     ├── DeadlineExceeded          the client's deadline has passed
     ├── NotReady                  starting or draining
-    │   └── ShuttingDown          draining: the request or its answer came too late
+    │   ├── ShuttingDown          draining: the request or its answer came too late
+    │   └── ModelNotLoaded        the model is not in memory: it is being loaded, or loading it failed
     ├── Cancelled                 the client disconnected
     ├── Incomplete                a generation ended without its final message
     ├── ShardFailed               a shard died, diverged or timed out
     │   └── ShardUnsound          a shard answers but must not be used: wrong answers, a hang, or lost ranks
+    ├── WrongState                a shard cannot do this now: it sleeps, or has sequences
     ├── StorageFailed             a folder cannot be written, such as that of a full disk
     ├── StepFailed                one step failed, the shard is usable
     │   ├── UnknownBatch          a call names a batch or request the shard does not hold
@@ -246,6 +252,40 @@ class ModelNotFound(NotFound):
     param = "model"
 
 
+class Conflict(FunitelError):
+    """What is asked contradicts the state of a model, such as a name that is taken."""
+
+    http_status = 409
+    error_type = "conflict"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    metric = "validation"
+
+
+class LaunchFailed(FunitelError):
+    """The launch of a model has failed; the message has the reason."""
+
+    http_status = 503
+    retry_after = True
+    error_type = "launch_failed"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+
+
+class LaunchCancelled(FunitelError):
+    """The launch of a model was cancelled."""
+
+    http_status = 499
+    error_type = "launch_cancelled"
+    grpc_status = grpc.StatusCode.CANCELLED
+
+
+class DoesNotFit(FunitelError):
+    """A model does not fit the memory; the message says what would fit."""
+
+    http_status = 507
+    error_type = "does_not_fit"
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class Overloaded(FunitelError):
     """Admission refused: by a bound of the queue, by fairness, or by the client's deadline.
 
@@ -296,6 +336,18 @@ class ShuttingDown(NotReady):
     metric = "shutting_down"
 
 
+class ModelNotLoaded(NotReady):
+    """The model that a request names is not in memory; `wait_seconds` is the time that loading it takes, if known."""
+
+    error_type = "model_not_loaded"
+    openai_code = "model_not_loaded"
+    prefix = ""
+
+    def __init__(self, message: str, wait_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.wait_seconds = wait_seconds
+
+
 class Cancelled(FunitelError):
     """The client disconnected; no answer is sent."""
 
@@ -327,6 +379,14 @@ class ShardUnsound(ShardFailed):
     """A shard answers but must not be used again: it gave an impossible answer, hangs, or has lost other ranks."""
 
     grpc_status = grpc.StatusCode.DATA_LOSS
+
+
+class WrongState(FunitelError):
+    """A call that the state of a shard does not allow: a step while it sleeps, or Sleep while it has sequences."""
+
+    http_status = 409
+    error_type = "conflict"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class StorageFailed(FunitelError):

@@ -7,8 +7,11 @@ from importlib.util import find_spec
 from funitel.proto.errors import MissingPackage
 
 PACKAGES = {
+    "ray": ("ray",),
     "server": ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "gguf"),
+    "llama-cpp": ("llama_cpp",),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"),
+    "postgres": ("psycopg",),
 }
 
 

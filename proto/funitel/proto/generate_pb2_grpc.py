@@ -89,6 +89,16 @@ class TextGenerationServiceStub(object):
                 request_serializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/generate.v3.TextGenerationService/Sleep',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.SleepRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/generate.v3.TextGenerationService/Wake',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.WakeRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.Health = channel.unary_unary(
                 '/generate.v3.TextGenerationService/Health',
                 request_serializer=funitel_dot_proto_dot_generate__pb2.HealthRequest.SerializeToString,
@@ -181,6 +191,20 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Give the KV pool back, and the memory of the device that weights take; refused while a sequence is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Put the weights where they were; Warmup comes next, and makes a pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Health(self, request, context):
         """Answer that the process lives, whatever the model is doing.
         """
@@ -252,6 +276,16 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.EncodeResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.SleepRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.WakeRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.WakeResponse.SerializeToString,
             ),
             'Health': grpc.unary_unary_rpc_method_handler(
                     servicer.Health,
@@ -561,6 +595,60 @@ class TextGenerationService(object):
             '/generate.v3.TextGenerationService/Encode',
             funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/Sleep',
+            funitel_dot_proto_dot_generate__pb2.SleepRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/Wake',
+            funitel_dot_proto_dot_generate__pb2.WakeRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

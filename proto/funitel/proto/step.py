@@ -31,6 +31,8 @@ class Capability(StrEnum):
     # Drafts that the shard makes and verifies: `speculate` of sequences and rows, `num_accepted` of generations.
     SPECULATION = "speculation"
     BLOCK_FORKS = "block_forks"  # copies from block to block
+    SLEEP = "sleep"  # Sleep and Wake
+    STAGES = "stages"  # pipeline stages: steps of several batches are computed at once, num_stages of them
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
@@ -385,6 +387,8 @@ class ShardInfo:
     max_lora_rank: int = 0  # of adapters that can be loaded; 0: the model takes none
     drafter: str = ""  # what makes draft tokens, for example ngram; empty: nothing does
     eos_token_ids: frozenset[int] = frozenset()  # end a completion, unless it ignores them
+    num_stages: int = 0  # pipeline stages of the replica; 0 is one
+    stage: int = 0  # the one that this rank belongs to
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from funitel.model_server.settings import (
     ATTENTIONS,
     DEVICES,
     DTYPES,
+    ENGINES,
     KV_CACHE_DTYPES,
     MAX_LORA_RANK,
     MAX_LORAS,
@@ -32,7 +33,8 @@ from funitel.proto.process.cores import Cores
 from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.batch_sizes import MAX_ROWS, BatchSizes
 from funitel.proto.settings.fields import as_command, project, require, run_app, setting, to_argv
-from funitel.proto.settings.options import flag_of, variable_of
+from funitel.proto.settings.options import Counts, flag_of, variable_of
+from funitel.proto.settings.partition import Partition
 from funitel.router.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
 
 T = TypeVar("T")
@@ -273,6 +275,9 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_batch_requests": COUNT,
     "max_batch_file_bytes": COUNT,
     "max_stop_sequences": st.integers(0, 100),
+    "default_stop": st.lists(TEXT, max_size=3).map(tuple),
+    "default_stop_token_ids": st.none()
+    | st.lists(COUNT, min_size=1, max_size=3).map(lambda ids: Counts(str(ids)[1:-1])),
     "max_top_n_tokens": st.integers(0, 100),
     "max_logprobs": st.integers(0, 100),
     "strict_fields": st.booleans(),
@@ -305,9 +310,12 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "body_timeout_seconds": st.floats(0.001, 86_400),
     "idle_timeout_seconds": st.floats(0.001, 86_400),
     "unread_timeout_seconds": st.floats(0.001, 86_400),
+    "shutdown_delay": st.floats(0, 86_400),
     "max_queued_tokens": st.none() | COUNT,
     "api_key": TEXT,
     "api_key_file": st.none() | TEXT,
+    "max_wrong_keys": st.integers(0, 10_000),
+    "ban_seconds": st.floats(0.001, 86_400),
     "protect_all_routes": st.booleans(),
     "tls_cert": TEXT,
     "tls_key": TEXT,
@@ -330,6 +338,9 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "lora_adapters": st.none() | st.just(AdapterList("owner/one,two=owner/two@main,three=/three")),
     "max_loras": COUNT,
     "lora_folder": st.none() | TEXT,
+    "control_socket": st.none() | TEXT,
+    "no_model": st.just(False),  # true needs a control socket
+    "wait_for_load": st.floats(0, 86_400),
     "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
@@ -341,7 +352,11 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "model_spec": st.none() | TEXT,
     "sharded": st.just(True),
     "rank": st.integers(0, 3),
-    "world_size": st.integers(4, 8),
+    "world_size": st.just(4),
+    "local_rank": st.none() | st.integers(0, 3),
+    "partition": st.sampled_from(["0&1;2&3", "0;1;2;3", "3;0;1;2", "0&1&2&3", "1&3;0&2"]).map(Partition) | st.none(),
+    "layers": st.none(),  # it has to fit the partition: tried by itself
+    "expert_parallel": st.booleans(),
     "master_addr": TEXT,
     "master_port": st.integers(0, 65535),
     "uds_path": TEXT,
@@ -366,6 +381,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "num_threads": st.none() | COUNT,
     "most_threads": st.none(),  # and a number where "num_threads" is none
     "thread_spin_us": st.none() | st.integers(0, MAX_SPIN_US),
+    "engine": st.none() | st.sampled_from(ENGINES),
     "trust_remote_code": st.booleans(),
     "cores": st.none() | st.frozensets(st.integers(0, 300), min_size=1).map(Cores),
     "memory_node": st.none() | st.integers(0, MAX_NODES - 1),

@@ -14,7 +14,7 @@ from funitel.model_server.cpu.native import Buffer, Code, MixtureRecord, Mode, N
 from funitel.model_server.cpu.tensors import NONE, Matrices, Vectors
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import mlp_parts, qkv_parts
-from funitel.model_server.layers.mlp import expert_spec, shared_spec
+from funitel.model_server.layers.mlp import expert_spec, held_experts, shared_spec
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, LatentSpec, ModelSpec, QkNorm
 
 _ACTIVATIONS = tuple(Activation)  # as numbered in C++
@@ -87,9 +87,10 @@ class Blocks:
             holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
             self.do(Code.SQUARES, scale=1 / holders)
             self.reduce(Buffer.PARTIAL, 2)
-        self.do(Code.ROTATE, index, *norms, self.vectors.turn(index), scale=self._score_scale(index))
+        place = index - spec.held_layers.start  # in the pool
+        self.do(Code.ROTATE, place, *norms, self.vectors.turn(index), scale=self._score_scale(index))
         window, cap = spec.window(index) or 0, spec.attention_softcap or 0.0
-        self.do(Code.ATTEND, index, window, self.vectors.slopes, cap=cap)
+        self.do(Code.ATTEND, place, window, self.vectors.slopes, cap=cap)
         return self._product(Buffer.ATTENDED, out)
 
     def _score_scale(self, index: int) -> float:
@@ -112,8 +113,9 @@ class Blocks:
         self.enter(norm, kv)
         self.do(Code.LINEAR, kv, Mode.STORE, Buffer.LATENTS)
         turn, window, cap = self.vectors.turn(index), spec.window(index) or 0, spec.attention_softcap or 0.0
-        self.do(Code.TURN_LATENTS, index, kv_norm, 0, turn, scale=self._score_scale(index))
-        self.do(Code.ATTEND_LATENTS, index, window, 0, first, cap=cap)
+        place = index - spec.held_layers.start  # in the pool
+        self.do(Code.TURN_LATENTS, place, kv_norm, 0, turn, scale=self._score_scale(index))
+        self.do(Code.ATTEND_LATENTS, place, window, 0, first, cap=cap)
         return self._product(Buffer.ATTENDED, out)
 
     def _latent_queries(self, latent: LatentSpec, norm: int, name: Name) -> None:
@@ -165,13 +167,14 @@ class Blocks:
             self.do(Code.LINEAR, each, Mode.MULTIPLY, Buffer.HIDDEN)
         return self._product(Buffer.HIDDEN, down)
 
-    def _expert_matrices(self, spec: ModelSpec, name: Name) -> tuple[int, int]:
+    def _expert_matrices(self, spec: ModelSpec, name: Name, *, is_whole: bool = False) -> tuple[int, int]:
         """The matrices into the hidden units of an expert and back."""
         units = spec.intermediate_size
-        mine = self.parallel.split(units)
+        mine = (0, units) if is_whole else self.parallel.split(units)
         parts = [[part] for part in mlp_parts(spec, mine, name)]
         up = self.matrices.columns(parts, has_bias=spec.has_mlp_bias)
-        return up, self.matrices.rows(name(spec.names.down), units, mine, has_bias=spec.has_mlp_bias)
+        down = self.matrices.rows(name(spec.names.down), units, mine, has_bias=spec.has_mlp_bias)
+        return up, down
 
     def _mixture(self, experts: ExpertsSpec, index: int, norm: int) -> Leave:
         spec, names, weights = self.spec, self.spec.names, self.weights
@@ -186,9 +189,11 @@ class Blocks:
         correction = NONE
         if names.router_correction:
             correction = self.vectors.vector(name(names.router_correction), experts.num_experts)
-        each = [expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
-        each += [shared_spec(spec, experts)] if experts.shared_size else []
-        matrices = [self._expert_matrices(mlp, name) for mlp in each]
+        held = held_experts(self.parallel, experts.num_experts)
+        each = [expert_spec(spec, experts, weights, index, j) for j in held]
+        matrices = [self._expert_matrices(mlp, name, is_whole=self.parallel.spreads_experts) for mlp in each]
+        if experts.shared_size:
+            matrices.append(self._expert_matrices(shared_spec(spec, experts), name))
         record = MixtureRecord(
             router=router,
             correction=correction,
@@ -199,6 +204,8 @@ class Blocks:
             has_share=has_share,
             is_gated=spec.is_gated,
             activation=_ACTIVATIONS.index(spec.activation),
+            first_held=held.start,
+            num_held=len(held),
         )
         mixture = self.engine.add_mixture(record)
         self.do(Code.HOLD, norm, 0, router)

@@ -14,6 +14,7 @@ from funitel.model_server.cpu.native import DONE, Batch, Buffer, NativeEngine, W
 from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
+from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
@@ -32,6 +33,8 @@ KV_DTYPES = {
 class FusedDecoder:
     """This rank's share of the model in C++. `weights` must give float32; the tier says what becomes of it.
 
+    `link` passes hidden states between pipeline stages, where there are several.
+
     A row's logits have the same bits alone, in company, and in chunks of any size, on any number of threads.
     """
 
@@ -48,8 +51,11 @@ class FusedDecoder:
         block_size: int,
         num_threads: int,
         activations: ActivationDtype = ActivationDtype.INT8,
+        link: StageLink | None = None,
     ) -> None:
         self.tier = tier
+        self._link = link
+        self._spec = spec
         self.block_size = block_size
         self.program = Program(
             spec,
@@ -96,8 +102,11 @@ class FusedDecoder:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
-        num_logits = batch.logit_indices.shape[0]
+        num_logits = batch.logit_indices.shape[0] if self._spec.is_last else 0
         x = torch.empty(batch.num_tokens, self._hidden_size)
+        link = None if self.program.is_limited else self._link
+        if not self._spec.is_first:
+            self._enter(x, link)
         partial = torch.empty_like(x) if self._has_partial else x
         logits = torch.empty(num_logits, self._local_vocab)
         # Arrays of Python's own: for few rows these cost a fraction of what numpy's do.
@@ -131,9 +140,19 @@ class FusedDecoder:
             whole = x if buffer is Buffer.X else partial
             self._parallel.all_reduce(whole.view(-1)[: batch.num_tokens * width])
             at = self._engine.run(request, at)
+        if link is not None and not self._spec.is_last:
+            link.send(x)
+            return None
         if self._keeps_last:
             batch.kept.append(x)
         return self._parallel.gather_columns(logits, self._vocab_size) if num_logits else None
+
+    def _enter(self, x: torch.Tensor, link: StageLink | None) -> None:
+        """Take the hidden states that enter the first layer here; zeros where it is only timed."""
+        if link is None:
+            x.zero_()
+        else:
+            link.receive(x)
 
 
 def _address(values: "array[int]") -> int:

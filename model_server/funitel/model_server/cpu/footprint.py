@@ -12,7 +12,7 @@ from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import mlp_parts, qkv_parts
-from funitel.model_server.layers.mlp import any_expert_spec, shared_spec
+from funitel.model_server.layers.mlp import any_expert_spec, held_experts, shared_spec
 from funitel.model_server.spec.model_spec import ExpertsSpec, ModelSpec, NormPlacement, Position, QkNorm
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
@@ -115,7 +115,7 @@ def step_bytes(
         each = max(spec.head_dim - (spec.rotary.dims or 0), spec.latent.rank)
         widths.append(heads.num_heads * each * operand_bytes / _FLOAT)
     widths += [attended, units, spec.hidden_size, _mixture_width(spec, parallel, operand_bytes)]
-    turns = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
+    turns = {spec.rotary_of(i) for i in spec.held_layers} - {None}
     widths += [turn.dims or spec.head_dim for turn in turns if turn is not None]  # a cosine and a sine for each pair
     widths += [spec.hidden_size] if has_partial(spec, parallel) else []
     widest = max(spec.hidden_size, units, attended, query_rank)
@@ -135,14 +135,15 @@ def _mixture_width(spec: ModelSpec, parallel: TensorParallel, operand_bytes: flo
     start, end = parallel.split(experts.intermediate_size)
     first, last = parallel.split(experts.shared_size)
     num_passed = experts.num_chosen + (experts.shared_size > 0)
-    units = experts.num_chosen * (end - start) + last - first
+    width = experts.intermediate_size if parallel.spreads_experts else end - start  # all of a token's may be here
+    units = experts.num_chosen * width + last - first
     operand = max(num_passed * spec.hidden_size, units) * operand_bytes / _FLOAT
     return spec.hidden_size * (1 + num_passed) + 4 * experts.num_experts + units + operand
 
 
 def has_plain_mlp(spec: ModelSpec) -> bool:
     """Whether some layer has one MLP, not a mixture of experts."""
-    return any(spec.experts_of(index) is None for index in range(spec.num_layers))
+    return any(spec.experts_of(index) is None for index in spec.held_layers)
 
 
 def has_partial(spec: ModelSpec, parallel: TensorParallel) -> bool:
@@ -154,12 +155,13 @@ def has_partial(spec: ModelSpec, parallel: TensorParallel) -> bool:
 def _matrices(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type: BlockTypeOf) -> Iterator[_Matrix]:
     names, prefix = spec.names, spec.names.prefix
     start, end = parallel.split(spec.vocab_size)
-    yield _Matrix(
-        (prefix + names.embedding,), end - start, spec.hidden_size, has_bias=spec.has_head_bias and spec.is_tied
-    )
-    if not spec.is_tied:
+    if spec.holds_table:
+        yield _Matrix(
+            (prefix + names.embedding,), end - start, spec.hidden_size, has_bias=spec.has_head_bias and spec.is_tied
+        )
+    if spec.is_last and not spec.is_tied:
         yield _Matrix((names.head,), end - start, spec.hidden_size, has_bias=spec.has_head_bias)
-    for index in range(spec.num_layers):
+    for index in spec.held_layers:
 
         def name(template: str, index: int = index) -> str:
             return prefix + template.format(i=index, j="{j}")
@@ -220,12 +222,13 @@ def _mixture(
 ) -> Iterator[_Matrix]:
     has_share = bool(experts.shared_size and spec.names.shared_share)
     yield _Matrix((), experts.num_experts + has_share, spec.hidden_size, kind=MatrixKind.FLOAT32)
-    for expert in range(experts.num_experts):
+    alone = TensorParallel() if parallel.spreads_experts else parallel
+    for expert in held_experts(parallel, experts.num_experts):
 
         def name_of(template: str, expert: int = expert) -> str:
             return name(template.partition("|")[0]).replace("{j}", str(expert))  # of alternatives the one by one
 
-        yield from _mlp(any_expert_spec(spec, experts), parallel, name_of)
+        yield from _mlp(any_expert_spec(spec, experts), alone, name_of)
     if experts.shared_size:
         yield from _mlp(shared_spec(spec, experts), parallel, name)
 
@@ -239,17 +242,19 @@ def _vectors(spec: ModelSpec, parallel: TensorParallel) -> Iterator[int]:
         of_layer += 2 if spec.names.mlp_norm else 1
     if placement is not NormPlacement.PRE:
         of_layer += 2
-    num_norms = spec.num_layers * of_layer + bool(spec.names.final_norm) + bool(spec.names.embedding_norm)
+    num_layers = len(spec.held_layers)
+    num_norms = num_layers * of_layer
+    num_norms += (spec.is_last and bool(spec.names.final_norm)) + (spec.is_first and bool(spec.names.embedding_norm))
     yield num_norms * (spec.has_norm_weight + spec.has_norm_bias) * spec.hidden_size
     if spec.qk_norm is not QkNorm.NONE:
         num_heads = 2 if spec.qk_norm is QkNorm.HEAD else heads.num_heads + heads.num_kv_heads
-        yield spec.num_layers * num_heads * (1 + spec.has_qk_norm_bias) * spec.head_dim
+        yield num_layers * num_heads * (1 + spec.has_qk_norm_bias) * spec.head_dim
     if spec.latent is not None:
         size = spec.latent.rank + (spec.latent.query_rank or 0)
-        yield spec.num_layers * (spec.has_norm_weight + spec.has_norm_bias) * size
+        yield num_layers * (spec.has_norm_weight + spec.has_norm_bias) * size
     if spec.experts is not None and spec.names.router_correction:
-        yield (spec.num_layers - len(set(spec.experts.dense_layers))) * spec.experts.num_experts
-    if spec.position in (Position.LEARNED, Position.SINUSOIDAL):
+        yield sum(spec.experts_of(i) is not None for i in spec.held_layers) * spec.experts.num_experts
+    if spec.is_first and spec.position in (Position.LEARNED, Position.SINUSOIDAL):
         yield spec.max_position_embeddings * spec.hidden_size
     if spec.position is Position.ALIBI:
         yield heads.num_heads

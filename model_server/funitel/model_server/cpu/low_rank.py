@@ -107,8 +107,9 @@ def adapter_base(spec: ModelSpec, program: Program, parallel: TensorParallel, pr
     head = Site(((spec.names.head, spec.vocab_size, rows),), spec.hidden_size, is_head=True)
     embedding = (prefix + spec.names.embedding, spec.hidden_size, (0, spec.hidden_size))
     table = Site((embedding,), spec.vocab_size, rows, is_table=True)
-    sites = program.sites | {program.head: (head,)}
-    every = [table, *(site for parts in sites.values() for site in parts)]
+    sites = program.sites | ({program.head: (head,)} if spec.is_last else {})
+    every = [site for parts in sites.values() for site in parts]
+    every += [table] if spec.is_first else []
     return AdapterBase(
         modules=base_modules(every, prefix),
         place=lambda adapter: FusedAdapter(sites, table, adapter),

@@ -113,7 +113,7 @@ class MixtureRecord(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("router", "correction", "first")),
         *((name, ctypes.c_int32) for name in ("num_experts", "num_chosen", "num_groups", "num_chosen_groups")),
         *((name, ctypes.c_int32) for name in ("group_depth", "is_sigmoid", "is_normalized", "has_shared", "has_share")),
-        *((name, ctypes.c_int32) for name in ("is_gated", "activation")),
+        *((name, ctypes.c_int32) for name in ("is_gated", "activation", "first_held", "num_held")),
         ("scale", ctypes.c_float),
     ]
 

@@ -51,6 +51,7 @@ class Program:
         self._tier = tier
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._operations: list[NativeOperation] = []
+        self.is_limited = False  # see `limit_to`
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
         self.kv_kind = tier.kv_kind(spec, block_size, activations)
         self.engine = NativeEngine(library, self._shape(block_size, num_threads, activations))
@@ -80,7 +81,11 @@ class Program:
         return Buffer(operation.a), operation.b
 
     def limit_to(self, layers: range | None) -> None:
-        """Compute nothing but some layers from the next step on, without logits; None for the whole model."""
+        """Compute nothing but some layers from the next step on, without logits; None for all that is here.
+
+        Layers are counted from the first one here.
+        """
+        self.is_limited = layers is not None
         self._current = self._operations
         if layers is not None:
             first, last = self._starts[layers.start], self._starts[layers.stop]
@@ -96,7 +101,7 @@ class Program:
             num_heads=self._heads.num_heads,
             num_kv_heads=self._heads.num_kv_heads,
             intermediate_size=units[1] - units[0],
-            num_layers=spec.num_layers,
+            num_layers=len(spec.held_layers),
             block_size=block_size,
             kv_kind=self.kv_kind,
             num_threads=num_threads,
@@ -110,12 +115,24 @@ class Program:
     def _compile(self) -> None:
         spec, weights, names = self._spec, self._weights, self._spec.names
         head_bias = names.head if spec.has_head_bias else None
-        embedding = self._matrices.vocabulary(weights.prefix + names.embedding, head_bias if spec.is_tied else None)
-        self._embed(embedding)
-        for index in range(spec.num_layers):
+        embedding = self.head = NONE
+        if spec.holds_table:
+            bias = head_bias if spec.is_tied else None
+            embedding = self._matrices.vocabulary(weights.prefix + names.embedding, bias)
+        if spec.is_first:
+            self._embed(embedding)
+        for index in spec.held_layers:
             self._starts.append(len(self._operations))
             self._layer(index)
         self._starts.append(len(self._operations))
+        if spec.is_last:
+            self._score(embedding, head_bias)
+        tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
+        weights.finish(names.ignored + tied)
+
+    def _score(self, embedding: int, head_bias: str | None) -> None:
+        """From hidden states to logits; `embedding` is the head where both are the same."""
+        spec, weights, names = self._spec, self._weights, self._spec.names
         final = self._vectors.norm(weights.prefix + names.final_norm) if names.final_norm else NONE
         head = embedding if spec.is_tied else self._matrices.vocabulary(names.head, head_bias)
         self.head = head
@@ -124,8 +141,6 @@ class Program:
         self._do(Code.LINEAR, head, Mode.STORE, Buffer.LOGITS)
         if spec.logit_scale != 1.0 or spec.logit_softcap is not None:
             self._do(Code.CAP, scale=spec.logit_scale, cap=spec.logit_softcap or 0.0)
-        tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
-        weights.finish(names.ignored + tied)
 
     def _embed(self, table: int) -> None:
         spec = self._spec

@@ -49,6 +49,7 @@ class SharedMemoryRanks(TensorParallel):
         ranks = cls(parallel.rank, parallel.size, library, handle) if handle else None
         if not parallel.smallest(ranks is not None) or ranks is None:
             return "they cannot open each other's memory"
+        ranks.spreads_experts = parallel.spreads_experts
         return ranks
 
     def __del__(self) -> None:
@@ -72,11 +73,15 @@ class SharedMemoryRanks(TensorParallel):
         self._check(self._library.funitel_ranks_gather(self.handle, x.data_ptr(), x.shape[0], starts, target))
         return whole
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Give every rank the values of rank `source`, contiguous, in place."""
+    def broadcast(self, x: torch.Tensor, source: int | None = None) -> torch.Tensor:
+        """Give every rank the values of rank `source`, by default of the root, contiguous, in place."""
         assert x.is_contiguous(), "what is handed out is contiguous"
         size = x.numel() * x.element_size()
-        self._check(self._library.funitel_ranks_broadcast(self.handle, x.data_ptr(), size, source))
+        self._check(
+            self._library.funitel_ranks_broadcast(
+                self.handle, x.data_ptr(), size, self.root if source is None else source
+            )
+        )
         return x
 
     def lost(self) -> ShardFailed:

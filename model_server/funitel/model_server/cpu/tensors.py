@@ -31,7 +31,7 @@ class Vectors:
     def __init__(self, spec: ModelSpec, weights: Weights, heads: HeadSplit, engine: NativeEngine) -> None:
         self.held_bytes = 0
         self._spec, self._weights, self._heads, self._engine = spec, weights, heads, engine
-        rotaries = dict.fromkeys(spec.rotary_of(i) for i in range(spec.num_layers))
+        rotaries = dict.fromkeys(spec.rotary_of(i) for i in spec.held_layers)
         self._turns: dict[RotarySpec | None, int] = {None: NONE}
         for each in rotaries:
             if each is not None:
@@ -95,6 +95,8 @@ class Vectors:
 
     def _positions(self) -> int:
         spec, count = self._spec, self._spec.max_position_embeddings
+        if not spec.is_first:
+            return NONE
         if spec.position is Position.SINUSOIDAL:
             return self._add(sinusoids(torch.arange(count) + spec.position_offset, spec.hidden_size))
         if spec.position is not Position.LEARNED:

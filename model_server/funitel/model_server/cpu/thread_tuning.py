@@ -141,10 +141,10 @@ class LayerExcerpts:
 
     def __init__(self, decoder: FusedDecoder, spec: ModelSpec, parallel: TensorParallel) -> None:
         self._decoder = decoder
-        self._num_layers = spec.num_layers
+        self._num_layers = len(spec.held_layers)
         self._turn = 0
-        layer_bytes = decoder.program.sharded_bytes // spec.num_layers
-        self._num_each = max(1, min(spec.num_layers, EXCERPT_BYTES // max(1, layer_bytes)))
+        layer_bytes = decoder.program.sharded_bytes // self._num_layers
+        self._num_each = max(1, min(self._num_layers, EXCERPT_BYTES // max(1, layer_bytes)))
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         cpu = torch.device("cpu")
         # One block for all rows: what is attended to does not matter.

@@ -56,6 +56,11 @@ def bytes_in_use(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
+def bytes_held(device: torch.device) -> int:
+    """Memory that this process keeps from others on `device`: what its allocator holds, whether it is in use or not."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether something failed because there is no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | NotEnoughMemory):

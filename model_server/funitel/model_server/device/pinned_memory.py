@@ -9,7 +9,7 @@ from funitel.proto.errors import NotEnoughMemory
 def page_locked(num_bytes: int, device: torch.device, flag: str) -> torch.Tensor:
     """[num_bytes] uint8, locked where it lies: torch's own allocator would round up to the next power of two.
 
-    Beside a CPU it is memory like any other. It is never given back.
+    Beside a CPU it is memory like any other. It stays locked until `give_back`.
 
     Raises:
         NotEnoughMemory: the host does not have it, or does not lock it; `flag` is what asked for it.
@@ -22,6 +22,13 @@ def page_locked(num_bytes: int, device: torch.device, flag: str) -> torch.Tensor
     except RuntimeError as error:
         raise NotEnoughMemory(f"{flag}: the host has no {num_bytes} bytes that can be locked: {error}") from error
     return memory
+
+
+def give_back(memory: torch.Tensor, device: torch.device) -> None:
+    """Unlock memory of `page_locked`: it is freed with the last tensor that refers to it. No copy may be under way."""
+    if device.type == "cuda":
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:

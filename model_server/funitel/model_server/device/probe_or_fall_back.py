@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
+
+PROBE_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
 
 
 def probe_or_fall_back(probe: Callable[[], T], fall_back: Callable[[Exception], T]) -> T:
@@ -15,6 +19,15 @@ def probe_or_fall_back(probe: Callable[[], T], fall_back: Callable[[Exception], 
         return probe()
     except Exception as error:
         return fall_back(error)
+
+
+def check_probe(
+    found: torch.Tensor, expected: torch.Tensor, bound: float = PROBE_BOUND, probe: str = "a probe"
+) -> None:
+    """Raise ValueError unless a kernel's result is that of torch, within a relative error of `bound`."""
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= bound:
+        raise ValueError(f"{probe} is off by {error:.2g} of what torch computes, at most {bound:g} is right")
 
 
 def reason_of(error: Exception) -> str:

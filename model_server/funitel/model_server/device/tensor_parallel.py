@@ -1,6 +1,6 @@
 """Tensor parallelism: what each rank holds, and the few collectives the decoder needs. Identity for one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -71,23 +71,51 @@ class HeadSplit:
 
 
 class TensorParallel:
-    """One rank's view of its group. All ranks call the same methods in the same order."""
+    """One rank's view of its group. All ranks call the same methods in the same order.
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+    Args:
+        rank: this rank's place in the group.
+        size: ranks of the group.
+        device: of tensors that are exchanged.
+        group: of torch.distributed; None: all processes.
+        members: processes of the group by rank; None: rank i is process i.
+        root: the rank that samples.
+    """
+
+    spreads_experts = False  # whole experts go to ranks, in place of a part of each
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        members: Sequence[int] | None = None,
+        root: int = 0,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device or torch.device("cpu")
+        self.root = root
+        self._group = group
+        self._members = tuple(members or range(size))
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank samples."""
+        return self.rank == self.root
 
     @property
     def name(self) -> str:
         """What the collectives go through."""
-        return str(dist.get_backend()) if self.size > 1 else "none"
+        return str(dist.get_backend(self._group)) if self.size > 1 else "none"
 
     @classmethod
     def join(cls, rank: int, size: int, address: str, port: int, device: torch.device) -> "TensorParallel":
         """Meet the other ranks at tcp://address:port; NCCL on a GPU, gloo on a CPU."""
         backend = "nccl" if device.type == "cuda" else "gloo"
-        with _together(rank):
+        with together(rank):
             dist.init_process_group(
                 backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
@@ -105,8 +133,8 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over all ranks, in place."""
         if self.size > 1:
-            with _together(self.rank):
-                dist.all_reduce(x)
+            with together(self.rank):
+                dist.all_reduce(x, group=self._group)
         return x
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor | None:
@@ -116,18 +144,19 @@ class TensorParallel:
         widest = -(-total // self.size)
         padded = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
-        with _together(self.rank):
-            dist.gather(padded, parts, dst=0)
+        with together(self.rank):
+            dist.gather(padded, parts, dst=self._members[0], group=self._group)
         if parts is None:
             return None
         widths = [end - start for start, end in (split_evenly(total, self.size, r) for r in range(self.size))]
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Give every rank the values of rank `source`, in place."""
+    def broadcast(self, x: torch.Tensor, source: int | None = None) -> torch.Tensor:
+        """Give every rank the values of rank `source`, by default of the root, in place."""
         if self.size > 1:
-            with _together(self.rank):
-                dist.broadcast(x, src=source)
+            process = self._members[self.root if source is None else source]
+            with together(self.rank):
+                dist.broadcast(x, src=process, group=self._group)
         return x
 
     def smallest(self, value: int) -> int:
@@ -135,14 +164,15 @@ class TensorParallel:
         if self.size == 1:
             return value
         x = torch.tensor([value], dtype=torch.int64, device=self.device)
-        with _together(self.rank):
-            dist.all_reduce(x, op=dist.ReduceOp.MIN)
+        with together(self.rank):
+            dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._group)
         return int(x.item())
 
-    def share(self, text: str, source: int = 0) -> str:
-        """Give every rank the `text` of rank `source`, as bytes: nothing is unpickled."""
+    def share(self, text: str, source: int | None = None) -> str:
+        """Give every rank the `text` of rank `source`, by default of the root, as bytes: nothing is unpickled."""
         if self.size == 1:
             return text
+        source = self.root if source is None else source
         payload = text.encode() if self.rank == source else b""
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         self.broadcast(length, source)
@@ -158,7 +188,7 @@ class TensorParallel:
 
 
 @contextmanager
-def _together(rank: int) -> Iterator[None]:
+def together(rank: int) -> Iterator[None]:
     """Say that another rank is gone or late where torch.distributed only says how it noticed."""
     try:
         yield

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from funitel.model_server.device.parked_tensors import SleepState
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.models.encoder.heads import ClassifierHead, EmbeddingHead, FillHead
 from funitel.model_server.models.encoder.model import Encoder
@@ -30,6 +31,7 @@ class EncoderExecutor:
         self._classifier = classifier
         self._filler = filler
         self._device = device
+        self.sleep_state = SleepState(device)
 
     @property
     def tasks(self) -> frozenset[EncoderTask]:
@@ -49,7 +51,9 @@ class EncoderExecutor:
         Raises:
             InvalidRequest: a text is empty or too long, names a token that is not there, or the task is none of this
                 model's.
+            WrongState: the shard sleeps.
         """
+        self.sleep_state.check_awake()
         began = time.perf_counter_ns()
         if task not in self.tasks:
             raise InvalidRequest(f"this model does not {task.name.lower()}")
@@ -74,6 +78,20 @@ class EncoderExecutor:
         broken = sorted(set(owners[~values.isfinite().all(1)].tolist()))
         data = values.contiguous().numpy().tobytes()
         return EncoderResult(values.shape[1], data, ids, tuple(broken), time.perf_counter_ns() - began)
+
+    def sleep(self, level: int) -> int:
+        """Move the weights of a GPU to the host's memory; returns the bytes that are free. There is no pool.
+
+        Raises:
+            InvalidRequest: there is no such level.
+            ResourceExhausted: the host has no memory for the weights; nothing has changed.
+        """
+        self.sleep_state.check_level(level)
+        return self.sleep_state.sleep(self)
+
+    def wake(self) -> None:
+        """Put the weights back where they were. Raises ResourceExhausted: see `SleepState.wake`."""
+        self.sleep_state.wake()
 
     def _fill(
         self, hidden: torch.Tensor, packed: Packed, inputs: Sequence[EncoderInput]

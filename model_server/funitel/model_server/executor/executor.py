@@ -28,7 +28,7 @@ from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.model_server.speculation.speculator import Speculator
-from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound
+from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound, WrongState
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
@@ -74,7 +74,7 @@ class Executor:
         table = self.batches.table
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
         self.adapters = adapters or LoadedAdapters(None, 0, "this model takes none")
-        samples = parallel.rank == 0
+        samples = parallel.is_root
         self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, self.adapters, samples=samples)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
         self.speculator = speculator
@@ -87,6 +87,7 @@ class Executor:
 
         Raises: see `Warmup.run`.
         """
+        self.runner.sleep_state.check_awake()
         self.clear()
         self.adapters.clear()  # a router that begins anew knows of none
         self.batches.max_prefill_tokens = limits.max_prefill_tokens
@@ -112,7 +113,9 @@ class Executor:
         Raises:
             InvalidRequest: the call contradicts itself; nothing has changed.
             UnknownBatch: `cached` is not here; nothing has changed.
+            WrongState: the shard sleeps.
         """
+        self.runner.sleep_state.check_awake()
         return self.sampling.call(is_ahead, partial(self._prefill, batch_id, starts, cached, updates, copies, is_ahead))
 
     def compute_decode(
@@ -127,6 +130,7 @@ class Executor:
 
         `copies`, `is_ahead` and what is raised: as for `compute_prefill`.
         """
+        self.runner.sleep_state.check_awake()
         return self.sampling.call(is_ahead, partial(self._decode, cached, updates, copies, is_ahead))
 
     def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
@@ -146,6 +150,30 @@ class Executor:
         with self.sampling.lock:
             self.batches.clear(batch_id)
 
+    def sleep(self, level: int) -> int:
+        """Give the pool back, with the prefixes in it, and what weights take on a GPU; returns the bytes that are free.
+
+        Adapters are dropped, as the Warmup behind Wake would do. A shard that sleeps frees nothing more.
+
+        Raises:
+            WrongState: a sequence is here; nothing has changed.
+            InvalidRequest: there is no such level.
+            ResourceExhausted: the host has no memory for the weights of a GPU; the shard is awake, without a pool.
+        """
+        self.runner.sleep_state.check_level(level)
+        return self.sampling.call(False, partial(self.runner.sleep_state.sleep, self, self._let_go))
+
+    def _let_go(self) -> None:
+        if num_rows := len(self.batches.table):
+            raise WrongState(f"the shard cannot sleep: {num_rows} sequences are here; finish them, or clear the cache")
+        self.batches.clear()
+        self.adapters.clear()
+        self.profiler.free()
+
+    def wake(self) -> None:
+        """Put the weights back where they were; Warmup comes next. Raises ResourceExhausted: see `SleepState.wake`."""
+        self.runner.sleep_state.wake()
+
     def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar, so that a step that brings it need not. May be called from any thread.
 
@@ -160,6 +188,7 @@ class Executor:
         Raises:
             InvalidRequest: it cannot be used; nothing has changed.
         """
+        self.runner.sleep_state.check_awake()
         return self.adapters.load(adapter_id, path, self.batches.has_adapter)
 
     def unload_adapter(self, adapter_id: str) -> None:

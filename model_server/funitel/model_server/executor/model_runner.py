@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from funitel.model_server.device.parked_tensors import SleepState
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import StepBounds
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions
@@ -39,6 +40,7 @@ class ModelRunner:
         self.options = options
         self.rules = rules
         self.table = table
+        self.sleep_state = SleepState(options.device)
         self.cache: KVCache | None = None
         self.host: HostBlocks | None = None
         self.scratch_slots: Sequence[int] = ()  # of the state pool, for states before drafts; no sequence's
@@ -60,7 +62,9 @@ class ModelRunner:
     def bounds(self) -> StepBounds:
         """What steps stay within."""
         context, states = self.spec.max_position_embeddings, self.pool.state_pool
-        num_states = 0 if states is None else states.num_slots - len(self.scratch_slots)
+        num_states = 0 if self.pool.max_rows is None else 1 + self.pool.max_rows
+        if states is not None:
+            num_states = states.num_slots - len(self.scratch_slots)
         return StepBounds(self.pool.num_blocks, self.table.max_blocks, self.options.block_size, context, num_states)
 
     def spans(self, active: Sequence[ActiveRow]) -> list[RowSpan]:

@@ -64,6 +64,7 @@ class SyncSampling:
         self._output = output
         self._scores = scores or TorchLogitsProcessors()
         self._speculator = speculator
+        self._agreeing_on = runner.options.device  # of tensors by which ranks tell each other tokens
 
     def call(self, is_ahead: bool, call: Callable[[], T]) -> T:
         """See StepSampling."""
@@ -90,12 +91,19 @@ class SyncSampling:
         following: list[list[SampledToken]] = []
         if scored.logits is not None and due:
             following = self._sample(due, scored.logits, drafts)
-        following = agree(self._runner.parallel, self._runner.options.device, due, following, drafts)
+        computed = self.agreed(Computed(due, following, begin, scored.num_forwards, drafts))
+        following = computed.following
         for row, count in active:
             row.num_cached += count
         if self._speculator is not None and self._speculator.observes:
             observe(self._speculator, self._runner, active, due, following, drafts)
-        return Computed(due, following, begin, scored.num_forwards, drafts)
+        return computed
+
+    def agreed(self, computed: Computed) -> Computed:
+        """What was computed, with what the rank that samples says follows in each row."""
+        runner = self._runner
+        following = agree(runner.parallel, self._agreeing_on, computed.due, computed.following, computed.drafts)
+        return computed._replace(following=following)
 
     def finish(self, step: BegunStep, computed: Computed) -> PendingStep:
         """See StepSampling; keeps the batch unless every row has finished."""
@@ -182,7 +190,7 @@ def agree(
     following: list[list[SampledToken]],
     drafts: Mapping[int, Sequence[int]],
 ) -> list[list[SampledToken]]:
-    """Give every rank what rank 0 sampled, and the scores of prompts that are complete."""
+    """Give every rank what the root sampled, and the scores of prompts that are complete."""
     if parallel.size == 1 or not due:
         return following
     if wants_words(due):
@@ -214,7 +222,7 @@ def _agree_on_drafts(
 def agree_in_words(
     parallel: TensorParallel, due: Sequence[SequenceState], following: list[list[SampledToken]]
 ) -> list[list[SampledToken]]:
-    """The same for any rows: rank 0 tells all of it as text."""
+    """The same for any rows: the root tells all of it as text."""
     notes = [
         (
             list(map(astuple, tokens)),
@@ -224,7 +232,7 @@ def agree_in_words(
         for row, tokens in zip(due, following, strict=False)
     ]
     shared = json.loads(parallel.share(json.dumps(notes)))
-    if parallel.rank:
+    if not parallel.is_root:
         for row, (_, scores, surprise) in zip(due, shared, strict=True):
             if scores:
                 row.prompt_scores = list(map(np.array, scores))

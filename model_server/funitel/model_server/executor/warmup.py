@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.device.memory import MEMORY_ERRORS, Gpu, is_out_of_memory, log_idle_memory
-from funitel.model_server.device.pinned_memory import page_locked
+from funitel.model_server.device.pinned_memory import give_back, page_locked
 from funitel.model_server.executor.admit import RowAdmission
 from funitel.model_server.executor.interface import StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
@@ -150,7 +150,7 @@ class Warmup:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
         states = runner.pool.state_pool
         state_slots = (
-            None if states is None else states.num_slots - 1 - len(runner.scratch_slots)
+            runner.pool.max_rows if states is None else states.num_slots - 1 - len(runner.scratch_slots)
         )  # slot 0 is no sequence's
         max_blocks = -(-min(context, pool_tokens) // runner.options.block_size) + 1
         runner.table.reset(max_blocks, max_rows=state_slots)
@@ -165,6 +165,18 @@ class Warmup:
             kv_bytes=runner.pool.num_bytes,
             total_kv_bytes=runner.pool.num_blocks * runner.pools.total_bytes_per_block,
         )
+
+    def free(self) -> None:
+        """Let go of the pool and its host tier; `run` makes others."""
+        runner = self._runner
+        if isinstance(runner.decoder, RecordingForward):
+            runner.decoder.forget_recordings()
+        if runner.cache is not None:
+            runner.cache.free()
+        runner.cache = runner.host = None
+        if self._host_memory is not None:
+            give_back(self._host_memory, runner.options.device)
+        self._host_memory = None
 
     def profile(self, starts: Sequence[SequenceStart], num_rows: int, max_prefill_tokens: int) -> None:
         """Compute the warm-up prompts once in a pool made for them; where memory is measured, with all that may join.

@@ -39,8 +39,10 @@ class KVCache:
 
     keys: Mapping[int, torch.Tensor]
     values: Mapping[int, torch.Tensor]
+    index_keys: Mapping[int, torch.Tensor]
     state_pool: StatePool | None = None
     companion: "KVCache | None" = None
+    max_rows: int | None = None  # sequences that it has room for, where their number is bounded
 
     def __init__(
         self,
@@ -73,6 +75,13 @@ class KVCache:
         """Memory of the pool on this rank, its companion's included."""
         own = self.pool.numel() * self.pool.element_size()
         return own if self.companion is None else own + self.companion.num_bytes
+
+    def free(self) -> None:
+        """Let go of the memory, with that of states and the companion; the pool must not be used again."""
+        for each in self.with_companion():
+            each.pool = each.pool.new_empty((0, 0))
+            each.keys = each.values = each.index_keys = {}
+            each.state_pool = None
 
     def with_companion(self) -> "list[KVCache]":
         """This pool, and its companion if it has one."""

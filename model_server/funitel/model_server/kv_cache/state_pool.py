@@ -32,7 +32,8 @@ class StateLayout:
         channels = state.num_channels(heads.num_heads, heads.num_kv_heads)
         key_dim, value_dim = state.matrix
         matrices = (heads.num_heads if key_dim else 0, key_dim, value_dim)
-        return cls(spec.state_layers, (state.conv_width - 1, channels), matrices)
+        layers = tuple(layer for layer in spec.state_layers if layer in spec.held_layers)
+        return cls(layers, (state.conv_width - 1, channels), matrices)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -41,8 +42,8 @@ class StateLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements of a slot."""
-        return len(self.layers) * sum(self.sizes)
+        """Elements of a slot; one where no layer with a state is here, as slots are counted all the same."""
+        return max(1, len(self.layers) * sum(self.sizes))
 
     @property
     def bytes_per_slot(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.stages import Stage
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
@@ -47,7 +48,7 @@ class Loaded:
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
     of a step of so many tokens, where it is known before. `takes_device_tokens`: of a batch's tokens it reads the
     tensor alone, so that some may be known to the device only. `adapters` is what takes adapters; None: the model
-    takes none.
+    takes none. `stage` is this rank's place among pipeline stages; None: there is one.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Loaded:
     step_bytes: Callable[[int], int] | None = None
     takes_device_tokens: bool = False
     adapters: AdapterBase | None = None
+    stage: Stage | None = None
 
 
 def in_torch(
@@ -170,12 +172,17 @@ def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorPar
     """Wait for the other ranks; alone there are none."""
     if not settings.sharded or settings.world_size == 1:
         return TensorParallel()
+    check_master(settings)
+    address = settings.master_addr, settings.master_port
+    return TensorParallel.join(settings.rank, settings.world_size, *address, device)
+
+
+def check_master(settings: ModelServerSettings) -> None:
+    """Raise SettingsError unless the host of rank 0 can be found."""
     try:
         socket.getaddrinfo(settings.master_addr, settings.master_port)
     except OSError as error:
         raise SettingsError(f"MASTER_ADDR {settings.master_addr} is no host that can be found: {error}") from error
-    address = settings.master_addr, settings.master_port
-    return TensorParallel.join(settings.rank, settings.world_size, *address, device)
 
 
 def info_of(
@@ -198,6 +205,8 @@ def info_of(
         rare.add(Capability.STATE_SLOTS)
     if not max_lora_rank:
         rare.add(Capability.ADAPTERS)
+    if loaded.stage is None:
+        rare.add(Capability.STAGES)
     if not has_parted_blocks or (keeps_states and not settings.prefix_caching):
         rare.add(Capability.BLOCK_FORKS)
     return ShardInfo(
@@ -216,13 +225,24 @@ def info_of(
         vocab_size=vocab_size,
         max_lora_rank=max_lora_rank,
         eos_token_ids=options.eos_token_ids,
+        num_stages=0 if loaded.stage is None else loaded.stage.num_stages,
+        stage=0 if loaded.stage is None else loaded.stage.index,
     )
+
+
+def refuse_stages(settings: ModelServerSettings, what: str) -> None:
+    """Raise SettingsError where pipeline stages or whole experts are asked for, which `what` cannot have."""
+    if settings.stages is not None:
+        raise SettingsError(f"--partition {settings.partition} is for decoders of the table of models, not {what}")
+    if settings.expert_parallel:
+        raise SettingsError(f"--expert-parallel is for decoders of the table of models, not {what}")
 
 
 def check_ranks(settings: ModelServerSettings, spec: ModelSpec) -> None:
     """Raise SettingsError for more ranks than a model can be split over."""
-    HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)
-    StateLayout.of(spec, settings.world_size, settings.rank)
+    size, rank = settings.num_tensor_ranks, settings.tensor_rank
+    HeadSplit.of(spec.num_heads, spec.num_kv_heads, size, rank)
+    StateLayout.of(spec, size, rank)
 
 
 def set_threads(asked: int | None) -> None:
@@ -230,13 +250,13 @@ def set_threads(asked: int | None) -> None:
     torch.set_num_threads(asked or count_usable_cores())
 
 
-def choose_device(asked: str, rank: int) -> torch.device:
-    """The device of a rank: cuda:RANK where a GPU is wanted and there, else the CPU."""
+def choose_device(asked: str, number: int) -> torch.device:
+    """The device of a rank: its GPU, by the number on this machine, where one is wanted and there, else the CPU."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if rank >= torch.cuda.device_count():
-        raise SettingsError(f"rank {rank} needs GPU number {rank}, there are {torch.cuda.device_count()}")
-    device = torch.device("cuda", rank)
+    if number >= torch.cuda.device_count():
+        raise SettingsError(f"this shard needs GPU number {number}, there are {torch.cuda.device_count()}")
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 

@@ -1,15 +1,13 @@
 """Checkpoint folder -> loaded executor: spec, ranks, weights, tokenizer, in that order."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.loading.common import (
+    Loaded,
     check_ranks,
     choose_device,
     choose_dtype,
@@ -20,15 +18,17 @@ from funitel.model_server.loading.common import (
 from funitel.model_server.loading.drafter_plans import DraftTarget, plan_drafter, refuse_drafter
 from funitel.model_server.loading.drafters import add_drafter
 from funitel.model_server.loading.executor import LoadedShard, make_executor
+from funitel.model_server.loading.fallback import asked_for_transformers, load_with_transformers
 from funitel.model_server.loading.fused_backend import load_fused
+from funitel.model_server.loading.stages import in_stage, join_stages, part_of
 from funitel.model_server.loading.torch_backend import load_torch
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.settings import NATIVE, TRANSFORMERS, ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec, Position
-from funitel.proto.errors import NoRow, SettingsError
+from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     Raises:
         StartupError: the checkpoint, the settings and the machine do not fit together.
     """
-    device = choose_device(settings.device, settings.rank)
+    device = choose_device(settings.device, settings.device_number)
     set_threads(settings.num_threads or settings.most_threads)
     if settings.kv_cache_dtype is not None and device.type == "cpu":
         raise SettingsError(
@@ -50,11 +50,16 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         _tell_of_gpu_settings(settings)
     if settings.model_spec is None:
         refuse_drafter(settings, folder)
+    if settings.engine == TRANSFORMERS:
+        return load_with_transformers(settings, folder, asked_for_transformers(settings, folder), device)
     try:
         spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     except NoRow as no_row:
-        return _load_fallback(settings, folder, no_row, device)
+        if settings.engine == NATIVE:
+            raise UnsupportedModel(f"--engine native: {no_row.message}") from no_row
+        return load_with_transformers(settings, folder, no_row, device)
     check_ranks(settings, spec)
+    spec = part_of(settings, spec)
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
     if device.type == "cpu":
@@ -67,13 +72,19 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
     target = DraftTarget(settings, folder, spec, device)
-    plan = plan_drafter(target)
-    parallel = join_ranks(settings, device)
+    plan = plan_drafter(target) if settings.stages is None else None
+    stage = None if settings.stages is None else join_stages(settings, settings.stages, device)
+    parallel = join_ranks(settings, device) if stage is None else stage.tensor
+    parallel.spreads_experts = settings.expert_parallel
     is_fused = tier is not None and not (plan is not None and plan.reads_middle)
     if tier is not None and not is_fused:
         logger.info("the model runs in torch: the drafter reads hidden states that the fused CPU step does not keep")
-    loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None and is_fused else None
-    loaded = loaded or load_torch(settings, spec, weights, parallel)
+    link = None if stage is None else stage.link
+    loaded: Loaded | None = None
+    if tier is not None and is_fused:
+        loaded = load_fused(settings, spec, weights, parallel, tier, stage)
+    loaded = loaded or load_torch(settings, spec, weights, parallel, link)
+    loaded = loaded if stage is None else in_stage(loaded, stage)
     drafter, loaded, pools = add_drafter(target, plan, loaded)
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
 
@@ -89,28 +100,6 @@ def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
     for flag, value in given.items():
         if value is not None:
             logger.info("%s %s changes nothing: the model runs on a CPU", flag, value)
-
-
-def _load_fallback(settings: ModelServerSettings, folder: Path, no_row: NoRow, device: torch.device) -> LoadedShard:
-    """Load a model that no row of the table describes."""
-    # transformers' models: seconds to import, not wanted for those of the table
-    from funitel.model_server.loading.transformers import load_fallback
-
-    codec = TextCodec(folder)
-    eos_token_ids = find_eos(folder, codec)
-    dtype = choose_dtype(settings.dtype, device)
-    model = load_fallback(settings, folder, no_row, dtype, device, lambda: join_ranks(settings, device))
-    if settings.speculate:
-        message = "--speculate %d changes nothing: %s runs through transformers"
-        logger.warning(message, settings.speculate, model.architecture)
-    settings = replace(
-        settings,
-        speculate=0,
-        block_size=model.pools.block_size,
-        prefill_chunking=settings.prefill_chunking and model.takes_chunks,
-        prefix_caching=settings.prefix_caching and model.shares_prefixes,
-    )
-    return make_executor(settings, folder, model, model.loaded, model.pools, codec, device, eos_token_ids)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

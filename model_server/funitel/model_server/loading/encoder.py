@@ -11,8 +11,8 @@ from funitel.model_server.device.memory import log_idle_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder
-from funitel.model_server.loading.common import choose_device, choose_dtype, set_threads, warn_of_spin
-from funitel.model_server.loading.flags import check_honoured, decoder_flags
+from funitel.model_server.loading.common import choose_device, choose_dtype, refuse_stages, set_threads, warn_of_spin
+from funitel.model_server.loading.flags import check_engine, check_honoured, decoder_flags
 from funitel.model_server.models.encoder.amx import open_layers
 from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead, read_embedding_head, read_usual_tokens
 from funitel.model_server.models.encoder.model import Encoder, Layers, TorchLayers
@@ -21,7 +21,7 @@ from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.encoder import EncoderSpec
 from funitel.proto.errors import SettingsError
-from funitel.proto.step import EncoderFacts, ShardInfo
+from funitel.proto.step import Capability, EncoderFacts, ShardInfo
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
     Raises:
         StartupError: the checkpoint and the settings do not fit together.
     """
+    refuse_stages(settings, "encoders")
     _check(settings)
-    device = choose_device(settings.device, settings.rank)
+    device = choose_device(settings.device, settings.device_number)
     dtype = choose_dtype(settings.dtype, device)
     set_threads(settings.num_threads or settings.most_threads)
     spec = encoder_spec_of(read_json(folder / "config.json"))
@@ -76,7 +77,13 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
         pooling=",".join(embedding.pools),
         token_width=spec.hidden_size,
     )
-    info = ShardInfo(dtype=str(dtype), device_type=device.type, encoder=facts, weight_bytes=weights.held_bytes)
+    info = ShardInfo(
+        dtype=str(dtype),
+        device_type=device.type,
+        encoder=facts,
+        weight_bytes=weights.held_bytes,
+        capabilities=frozenset({Capability.SLEEP}),
+    )
     return executor, info
 
 
@@ -92,6 +99,7 @@ def _choose_layers(settings: ModelServerSettings, spec: EncoderSpec, weights: We
 
 def _check(settings: ModelServerSettings) -> None:
     """Raise SettingsError for what would change the answers and is for generating models only."""
+    check_engine(settings, "encoders")
     if settings.world_size > 1:
         raise SettingsError(
             f"--num-shard {settings.world_size}: an encoder is not split over shards; --num-replicas "

@@ -10,8 +10,17 @@ from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, Seq2SeqRules
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
-from funitel.model_server.loading.common import choose_device, choose_dtype, find_eos, in_torch, join_ranks, set_threads
+from funitel.model_server.loading.common import (
+    choose_device,
+    choose_dtype,
+    find_eos,
+    in_torch,
+    join_ranks,
+    refuse_stages,
+    set_threads,
+)
 from funitel.model_server.loading.executor import LoadedShard, make_executor
+from funitel.model_server.loading.flags import check_engine
 from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.weight_offload import refuse_host_memory
@@ -31,8 +40,9 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     Raises:
         StartupError: the checkpoint, the settings and the machine do not fit together.
     """
+    refuse_stages(settings, "encoder-decoders")
     _check(settings)
-    device = choose_device(settings.device, settings.rank)
+    device = choose_device(settings.device, settings.device_number)
     set_threads(settings.num_threads or settings.most_threads)
     config = read_json(folder / "config.json")
     spec = seq2seq_spec_of(config)
@@ -68,6 +78,7 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
 
 def _check(settings: ModelServerSettings) -> None:
     """Raise SettingsError for what is for decoders only: the fused step, weights on the host, rotary positions."""
+    check_engine(settings, "encoder-decoders")
     refuse_host_memory(settings, "encoder-decoders")
     if settings.kv_cache_dtype is not None:
         raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype} is not for encoder-decoders")

@@ -11,6 +11,7 @@ from funitel.model_server.adapters.registry import LoadedAdapters
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor, MakeSampling
 from funitel.model_server.executor.row_rules import RowRules
+from funitel.model_server.executor.staged_sampling import StagedSampling
 from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.gpu_sampling.ops import choose_maths
 from funitel.model_server.kv_cache.pool import Pools
@@ -54,7 +55,10 @@ def make_executor(
         sampling = partial(AsyncSampling, maths=choose_maths(device))
     reason = "not with --cpu-offload-gb" if settings.cpu_offload_gb else f"{spec.architecture} takes none on this shard"
     adapters = LoadedAdapters(loaded.adapters, settings.max_lora_rank, reason)
-    parallel = loaded.parallel
+    stage, parallel = loaded.stage, loaded.parallel
+    if stage is not None:
+        parallel = stage.whole
+        sampling = partial(StagedSampling, link=stage.link, num_stages=stage.num_stages, scores=loaded.scores)
     executor = Executor(
         spec, loaded.decoder, pools, codec, parallel, options, sampling, rules, adapters=adapters, speculator=speculator
     )
@@ -76,6 +80,9 @@ def speculator_of(
 ) -> Speculator | None:
     """What chooses drafts; None where `--speculate` asks for none, or they cannot be verified, which is logged."""
     if not settings.speculate:
+        return None
+    if settings.stages is not None:
+        logger.warning("--speculate %d changes nothing: pipeline stages do not speculate", settings.speculate)
         return None
     if rules is not None:
         logger.warning("--speculate %d changes nothing: an encoder-decoder does not speculate", settings.speculate)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.published import find_quantization
-from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.settings import NATIVE, ModelServerSettings
 from funitel.proto.errors import SettingsError
 
 
@@ -24,6 +24,12 @@ def check_honoured(given: Mapping[str, object], models: str) -> None:
     for flag, value in given.items():
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for {models}")
+
+
+def check_engine(settings: ModelServerSettings, models: str) -> None:
+    """Raise SettingsError for an `--engine` of others where `models` are those that only our own code computes."""
+    if settings.engine not in (None, NATIVE):
+        raise SettingsError(f"--engine {settings.engine} is not for {models}")
 
 
 def check_quantize(asked: str | None, folder: Path, models: str) -> None:

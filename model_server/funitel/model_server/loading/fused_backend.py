@@ -18,6 +18,7 @@ from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.cpu.thread_tuning import settle_threads
 from funitel.model_server.device.memory import bytes_in_use
+from funitel.model_server.device.stages import Stage
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.hub.resolve import cache_folder
 from funitel.model_server.loading.common import Loaded, log_memory
@@ -32,9 +33,16 @@ _EXACT = "--dtype float32 keeps them exact"
 
 
 def load_fused(
-    settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel, tier: Tier
+    settings: ModelServerSettings,
+    spec: ModelSpec,
+    weights: Weights,
+    parallel: TensorParallel,
+    tier: Tier,
+    stage: Stage | None = None,
 ) -> Loaded | None:
     """The fused step on this CPU; None, with the reason logged, where some rank does not have it.
+
+    `stage` is this rank's place among pipeline stages, if there are several.
 
     Raises:
         SettingsError: --quantize asks for a tier that only the fused step has.
@@ -45,7 +53,8 @@ def load_fused(
             library = load_library(cache_folder(settings.cache_dir))
         except (CannotBuild, OSError) as error:
             reason = str(error)
-    if not parallel.smallest(library is not None):
+    every = parallel if stage is None else stage.whole
+    if not every.smallest(library is not None and reason is None):
         reason = reason or "another rank does not have it"
     if library is None or reason is not None:
         if settings.quantize in MADE and weights.quantization is None:
@@ -64,6 +73,7 @@ def load_fused(
         block_size=settings.block_size,
         num_threads=torch.get_num_threads(),
         activations=ActivationDtype[settings.activation_dtype.upper()],
+        link=None if stage is None else stage.link,
     )
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, decoder.kv_dtype)
     settle_threads(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.loading.encoder_decoder import load_seq2seq
@@ -16,6 +17,8 @@ def load_generator(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     Raises:
         StartupError: the checkpoint, the settings and the machine do not fit together.
     """
-    if settings.model_spec is None and is_seq2seq(read_json(folder / "config.json")):
-        return load_seq2seq(settings, folder)
+    if settings.model_spec is None:
+        refuse_described(folder)
+        if is_seq2seq(read_json(folder / "config.json")):
+            return load_seq2seq(settings, folder)
     return load(settings, folder)

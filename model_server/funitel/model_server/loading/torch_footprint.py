@@ -29,14 +29,18 @@ def torch_weight_bytes(
     device: torch.device,
     build: Build | None = None,
     checkpoint: Weights | None = None,
+    *,
+    spreads_experts: bool = False,
 ) -> int:
     """Bytes of the weights of one of `size` ranks, as `Weights.held_bytes` will count them.
 
     `build` makes the model where it is more than a decoder, and returns the spec of the stack with the head;
-    `checkpoint` says which tensors there are, and what they are kept as, where that decides what is read.
+    `spreads_experts` is that of `TensorParallel`; `checkpoint` says which tensors there are, and what they are kept as,
+    where that decides what is read.
     """
     weights = _Sizes(dtype, checkpoint)
     parallel = TensorParallel(rank, size, _META)
+    parallel.spreads_experts = spreads_experts
     if build is None:
         Decoder(spec, weights, parallel, TorchAttention(1, _META))
     else:
@@ -44,7 +48,7 @@ def torch_weight_bytes(
     start, end = parallel.split(spec.vocab_size)
     is_packed = device.type == "cpu" and dtype is torch.float32
     # A head that is the embedding table is a second copy where products are packed; one of unit rows has counted it.
-    if spec.is_tied and is_packed and not spec.is_head_normalized:
+    if spec.is_last and spec.is_tied and is_packed and not spec.is_head_normalized:
         weights.held_bytes += (end - start) * spec.table_size * dtype.itemsize
     return weights.held_bytes
 

@@ -57,11 +57,12 @@ def _kernels(device: torch.device) -> TorchLowRankOps:
 
 
 def _takers(decoder: Decoder) -> Iterator[Taker]:
-    yield decoder.token_embedding.embedding
+    if decoder.token_embedding.embedding is not None and decoder.spec.is_first:
+        yield decoder.token_embedding.embedding
     for layer in decoder.layers:
         if isinstance(layer, AnyLayer):
             yield from _of_layer(layer)
-    if not decoder.spec.is_head_normalized:
+    if decoder.head is not None and not decoder.spec.is_head_normalized:
         yield decoder.head
 
 

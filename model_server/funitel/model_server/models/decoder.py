@@ -18,13 +18,17 @@ from funitel.model_server.layers.low_rank.ops import LowRankStep
 from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, rotations_of, sinusoids
 from funitel.model_server.models.mixer import Mixer, adopt, mixer_of
+from funitel.model_server.models.stage_boundary import Passed, StageBoundary
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
 from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import NORMS_BEFORE, NORMS_BEHIND, ModelSpec, NormPlacement, Position
 
 
 class Decoder:
-    """This rank's share of the model in torch. Loading takes every tensor of `weights` and refuses leftovers."""
+    """This rank's share of the model in torch. Loading takes every tensor of `weights` and refuses leftovers.
+
+    `boundary` is that to the pipeline stages before and behind, where there are several.
+    """
 
     def __init__(
         self,
@@ -33,9 +37,11 @@ class Decoder:
         parallel: TensorParallel,
         attention: AttentionBackend,
         offload: Offload | None = None,
+        boundary: StageBoundary | None = None,
     ) -> None:
         names = spec.names
         self.spec = spec
+        self.boundary = boundary
         self.num_layers = spec.num_layers
         self._kept_layers: tuple[int, ...] = ()
         self.attention = attention
@@ -45,24 +51,26 @@ class Decoder:
         self.offload = offload
         self.layers: list[AnyLayer | OffloadedLayer[AnyLayer]] = []
         self.layer_embeddings: LayerEmbeddings | None = None
-        if spec.layer_embeddings is not None:
+        if spec.layer_embeddings is not None and spec.is_first:
             self.layer_embeddings = LayerEmbeddings(spec, spec.layer_embeddings, weights, parallel)
         self.streams: Streams | None = None
         if spec.altup is not None:
             self.streams = Streams(spec, spec.altup, weights)
-        for i in range(spec.num_layers):
+        for i in spec.held_layers:
             layer = layer_of(spec, weights, parallel, attention, i)
             self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
         if offload is not None:
             offload.finish()
         self.final_norm: NormLayer | None = None
-        if names.final_norm:
+        if names.final_norm and spec.is_last:
             self.final_norm = NormLayer(spec, weights, weights.prefix + names.final_norm, spec.hidden_size)
         self.narrow: Matmul | None = None
-        if names.embedding_out:
+        if names.embedding_out and spec.is_last:
             name = weights.prefix + names.embedding_out
             self.narrow = Matmul(weights.read_linear(name, spec.table_size, spec.hidden_size))
-        self.head = VocabHead(spec, weights, names.head, self.token_embedding.embedding, parallel)
+        self.head: VocabHead | None = None
+        if spec.is_last:
+            self.head = VocabHead(spec, weights, names.head, self.token_embedding.embedding, parallel)
         tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
         weights.finish(names.ignored + tied)
 
@@ -95,13 +103,11 @@ class Decoder:
     def _compute(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
         if cache.state_pool is not None:
             cache.state_pool.clear([row.state_slot for row in batch.rows if row.start == 0])
-        x = self.token_embedding(batch)  # [num_tokens, hidden_size]
+        x, further = self._enter(batch)
         rotations = self.token_embedding.rotations(batch, x.dtype)
         embedded: list[torch.Tensor | None] = [None] * len(self.layers)
-        if self.layer_embeddings is not None:
-            embedded = list(self.layer_embeddings(batch.input_ids, x).unbind(1))
-        if self.streams is not None:
-            x = self.streams.spread(x)
+        if further is not None:
+            embedded = list(further[:, : len(self.layers)].unbind(1))
         entering: torch.Tensor | None = None
         outputs: dict[int, torch.Tensor] = {}
         for index, (layer, following, own) in enumerate(
@@ -114,6 +120,10 @@ class Decoder:
                 outputs[index] = x
         if outputs:
             batch.kept.extend(outputs[layer] for layer in self._kept_layers)
+        if self.head is None:
+            assert self.boundary is not None, "another stage has the last layer"
+            self.boundary.pass_on(x, None if further is None else further[:, len(self.layers) :])
+            return None
         if batch.logit_indices.numel() == 0:
             return None
         x = x[batch.logit_indices]
@@ -121,30 +131,45 @@ class Decoder:
         x = x if self.final_norm is None else self.elementwise.norm(self.final_norm, x)
         return self.head(x if self.narrow is None else self.narrow(x))
 
+    def _enter(self, batch: ForwardBatch) -> Passed:
+        """What enters the first layer here."""
+        if not self.spec.is_first:
+            assert self.boundary is not None, "another stage has the first layer"
+            return self.boundary.take_over(self.spec, batch.num_tokens)
+        x = self.token_embedding(batch)
+        further = None if self.layer_embeddings is None else self.layer_embeddings(batch.input_ids, x)
+        return x if self.streams is None else self.streams.spread(x), further
+
 
 class TokenEmbedding:
-    """Tokens and positions -> the hidden states that enter the first layer, and the rotations that all layers share."""
+    """Tokens and positions -> the hidden states that enter the first layer, and the rotations that all layers share.
+
+    In other pipeline stages than the first there are the rotations alone, and the table where it is the head.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> None:
         names, prefix = spec.names, weights.prefix
         self.spec = spec
-        self.embedding = VocabEmbedding(spec, weights, prefix + names.embedding, parallel)
+        self.embedding: VocabEmbedding | None = None
+        if spec.holds_table:
+            self.embedding = VocabEmbedding(spec, weights, prefix + names.embedding, parallel)
         self.norm: NormLayer | None = None
-        if names.embedding_norm:
+        if names.embedding_norm and spec.is_first:
             self.norm = NormLayer(spec, weights, prefix + names.embedding_norm, spec.table_size)
         self.widen: Matmul | None = None
-        if names.embedding_in:
+        if names.embedding_in and spec.is_first:
             self.widen = Matmul(weights.read_linear(prefix + names.embedding_in, spec.hidden_size, spec.table_size))
         self.positions: torch.Tensor | None = None
-        if spec.position is Position.LEARNED:
+        if spec.position is Position.LEARNED and spec.is_first:
             shape = [spec.max_position_embeddings + spec.position_offset, spec.hidden_size]
             self.positions = weights.read(f"{prefix}{names.positions}.weight", shape)
-        specs = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
+        specs = {spec.rotary_of(i) for i in spec.held_layers} - {None}
         self.rotaries = [Rotary(each, spec.head_dim, weights.device) for each in specs if each is not None]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size]."""
         spec = self.spec
+        assert self.embedding is not None, "another stage has the embedding"
         x = self.embedding(batch.input_ids)
         if spec.embedding_scale != 1.0:
             x = x * spec.embedding_scale

@@ -19,7 +19,15 @@ from funitel.model_server.executor.interface import PendingStep
 from funitel.model_server.rpc.compute_threads import Runner, attempt
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
-from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
+from funitel.proto.errors import (
+    FunitelError,
+    InvalidRequest,
+    ResourceExhausted,
+    ShardFailed,
+    ShardUnsound,
+    StepFailed,
+    WrongState,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +63,11 @@ class CallOrder:
             waiting.timeout.cancel()
             waiting.refuse(InvalidRequest(f"step_seq {step_seq} belongs to a numbering that was given up"))
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for their predecessors."""
+        return len(self._waiting)
+
     def begin(self, step_seq: int | None, begin: Callable[[], None], refuse: Callable[[FunitelError], None]) -> None:
         """Call `begin` in the turn of `step_seq`, at once for None.
 
@@ -89,7 +102,8 @@ class CallOrder:
 T = TypeVar("T")
 R = TypeVar("R")
 Response = TypeVar("Response", pb.PrefillResponse, pb.DecodeResponse)
-Request = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest | pb.WarmupRequest
+Numbered = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest
+Request = Numbered | pb.WarmupRequest | pb.SleepRequest | pb.WakeRequest
 Q = TypeVar("Q", bound=Request)
 
 
@@ -177,6 +191,21 @@ class Dispatcher:
         limits = wire.decode_warmup_limits(request)
         self._run(None, lambda: self._executor.warmup(starts, limits), wire.encode_warmup_result, reply)
 
+    def sleep(self, request: pb.SleepRequest, reply: ReplyCallbacks[pb.SleepResponse]) -> None:
+        """Give memory back until `wake`; refused while calls wait for their turn: there is a step behind them."""
+        if waiting := self._order.num_waiting:
+            raise WrongState(f"the shard cannot sleep: {waiting} calls wait for their turn")
+        self._run(
+            None,
+            lambda: self._executor.sleep(request.level),
+            lambda freed: pb.SleepResponse(freed_bytes=freed),
+            reply,
+        )
+
+    def wake(self, request: pb.WakeRequest, reply: ReplyCallbacks[pb.WakeResponse]) -> None:
+        """Put back what sleep took away, but for the pool."""
+        self._run(None, self._executor.wake, lambda _: pb.WakeResponse(), reply)
+
     def prefill(self, request: pb.PrefillRequest, reply: ReplyCallbacks[pb.PrefillResponse]) -> None:
         """Take a batch in and run one step."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
@@ -244,7 +273,7 @@ class Dispatcher:
 
 
 def _step_seq(request: Request) -> int | None:
-    if isinstance(request, pb.WarmupRequest) or not request.HasField("step_seq"):
+    if isinstance(request, pb.WarmupRequest | pb.SleepRequest | pb.WakeRequest) or not request.HasField("step_seq"):
         return None
     return request.step_seq
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.model_server.device.memory import within_memory
+from funitel.model_server.engines.llama_cpp.load import load_llama_cpp
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.hub.resolve import resolve
 from funitel.model_server.loading.encoder import holds_encoder, load_encoder
@@ -22,7 +23,7 @@ from funitel.model_server.rpc.dispatcher import Dispatcher
 from funitel.model_server.rpc.listen_address import listen_address, remove_files, step_socket_path
 from funitel.model_server.rpc.servicer import EncoderServicer, Servicer, make_server
 from funitel.model_server.rpc.step_socket_server import StepServer
-from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.settings import LLAMA_CPP, ModelServerSettings
 from funitel.proto.errors import FunitelError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class CallServer:
         executor: computes.
         world_size: ranks of the model.
         step_path: where the step socket is to be; empty for none.
-        compute: the compute thread. On a CPU it is taken up by a loop of its own until `stop`.
+        compute: the compute thread. On a CPU, but for pipeline stages, a loop of its own takes it up until `stop`.
         on_fatal: see `Dispatcher`; called on the loop this is made on.
     """
 
@@ -52,8 +53,9 @@ class CallServer:
         def tell(error: FunitelError) -> None:
             here.call_soon_threadsafe(on_fatal, error)
 
-        self._compute_loop = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
-        self._answers = ThreadPoolExecutor(1, "funitel-answers")  # idle, and without a thread, on a CPU
+        is_inline = executor.options.device.type == "cpu" and not executor.sampling.describing_waits
+        self._compute_loop = ComputeLoop(compute) if is_inline else None
+        self._answers = ThreadPoolExecutor(1, "funitel-answers")  # idle, and without a thread, beside such a loop
         self._runner: Runner = (
             InlineRunner() if self._compute_loop is not None else ThreadedRunner(compute, self._answers)
         )
@@ -115,11 +117,13 @@ async def serve(settings: ModelServerSettings) -> FunitelError | None:
 
     servicer: Servicer | EncoderServicer
     call_server: CallServer | None = None
-    if holds_encoder(folder):
+    is_llama_cpp = settings.engine == LLAMA_CPP
+    if holds_encoder(folder) and not is_llama_cpp:
         encoder, info = await loop.run_in_executor(compute, within_memory(load_encoder), settings, folder)
         servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
     else:
-        executor, info = await loop.run_in_executor(compute, within_memory(load_generator), settings, folder)
+        load = load_llama_cpp if is_llama_cpp else load_generator
+        executor, info = await loop.run_in_executor(compute, within_memory(load), settings, folder)
         urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
         info = replace(info, step_socket=step_socket_path(settings))
         call_server = CallServer(executor, info.world_size, info.step_socket, compute, fail)

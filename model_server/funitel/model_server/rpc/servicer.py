@@ -127,6 +127,14 @@ class Servicer(ShardServicer):
         """Size the pool."""
         return await self._answer(context, self._dispatcher.warmup, request)
 
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        """Give the pool back, and what weights take on a GPU."""
+        return await self._answer(context, self._dispatcher.sleep, request)
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:
+        """Put the weights back; Warmup comes next."""
+        return await self._answer(context, self._dispatcher.wake, request)
+
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         """Take a batch in and run one step."""
         return await self._answer(context, self._dispatcher.prefill, request)
@@ -220,14 +228,30 @@ class EncoderServicer(ShardServicer):
 
     async def Encode(self, request: pb.EncodeRequest, context: Context) -> pb.EncodeResponse:
         """Compute one batch of texts."""
-        loop = asyncio.get_running_loop()
         try:
             task, inputs = encoder_wire.decode_inputs(request)
-            with translating(_failure):
-                result = await loop.run_in_executor(self._compute, self._executor.encode, task, inputs)
         except FunitelError as error:
             await abort(context, error)
+        result = await self._in_order(context, partial(self._executor.encode, task, inputs))
         return encoder_wire.encode_rows(result)
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        """Give back what weights take on a GPU, behind the batches that came before; there is no pool."""
+        freed = await self._in_order(context, partial(self._executor.sleep, request.level))
+        return pb.SleepResponse(freed_bytes=freed)
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:
+        """Put the weights back; texts can be computed at once."""
+        await self._in_order(context, self._executor.wake)
+        return pb.WakeResponse()
+
+    async def _in_order(self, context: Context, work: Callable[[], T]) -> T:
+        """Work on the compute thread, in the order of calls; failures become gRPC statuses."""
+        try:
+            with translating(_failure):
+                return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        except FunitelError as error:
+            await abort(context, error)
 
 
 def _failure(error: Exception) -> StepFailed:

@@ -3,7 +3,7 @@
 A batch is a list of rows: concatenating is list addition, filtering is selection.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -101,8 +101,10 @@ class SequenceState:
 class SequenceTable:
     """Preallocated block tables [capacity, max_blocks] and the rows that use them; grows by doubling up to `max_rows`.
 
-    `max_rows` is None where nothing bounds them.
+    `max_rows` is None where nothing bounds them. `on_release` is told of each place that is given back.
     """
+
+    on_release: Callable[[int], None] | None = None
 
     def __init__(self, max_blocks: int, capacity: int = 64) -> None:
         self.reset(max_blocks, capacity)
@@ -135,7 +137,11 @@ class SequenceTable:
 
     def release(self, rows: Iterable[SequenceState]) -> None:
         """Give the places of `rows` back."""
-        self._free.extend(row.index for row in rows)
+        places = [row.index for row in rows]
+        self._free.extend(places)
+        if self.on_release is not None:
+            for place in places:
+                self.on_release(place)
 
     def grant(self, row: SequenceState, blocks: Sequence[int]) -> None:
         """Append blocks to a row's block table.
@@ -168,7 +174,11 @@ class CachedBatches:
         self.max_prefill_tokens = max_prefill_tokens
         self.table = SequenceTable(max_blocks=1)
         self._rows: dict[int, list[SequenceState]] = {}
-        self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
+        self._num_steps = 0  # begun
+        # Batches that ended in the step before, with their requests, and how many steps had begun then.
+        self._ended: dict[int, tuple[frozenset[int], int]] = {}
+        self.num_ended_steps = 1  # in so many steps a batch counts as one that ended in the step before
+        self.before_use: Callable[[int | None], None] = lambda batch_id: None  # called before a batch, or all, is used
 
     def has_adapter(self, adapter: PlacedAdapter) -> bool:
         """Whether a row has this adapter; may be asked from any thread."""
@@ -187,6 +197,7 @@ class CachedBatches:
         Raises:
             UnknownBatch: there is no such batch.
         """
+        self.before_use(batch_id)
         if batch_id in self._rows:
             return self._rows[batch_id]
         if is_ahead and batch_id in self._ended:
@@ -196,7 +207,10 @@ class CachedBatches:
     def put(self, batch_id: int, rows: list[SequenceState]) -> None:
         """A step begins: these are the rows of a batch now, and what ended in the step before is forgotten."""
         self._rows[batch_id] = rows
-        self._ended = {}
+        self._num_steps += 1
+        oldest = self._num_steps - self.num_ended_steps
+        if self._ended:
+            self._ended = {i: ended for i, ended in self._ended.items() if ended[1] > oldest and i != batch_id}
 
     def pop(self, batch_id: int) -> None:
         """Forget a batch with rows that are in another one now."""
@@ -215,7 +229,7 @@ class CachedBatches:
 
     def mark_ended(self, batch_id: int, rows: Sequence[SequenceState]) -> None:
         """Take a batch of these rows for the one that ended in the step before."""
-        self._ended[batch_id] = frozenset(row.request_id for row in rows)
+        self._ended[batch_id] = frozenset(row.request_id for row in rows), self._num_steps
 
     def forget_ended(self) -> None:
         """No batch ended in the step before."""
@@ -242,6 +256,7 @@ class CachedBatches:
 
     def clear(self, batch_id: int | None = None) -> None:
         """Drop one batch, or all; an unknown one is no error."""
+        self.before_use(batch_id)
         if batch_id is None:
             self._ended = {}
         for known in list(self._rows) if batch_id is None else [batch_id]:
@@ -264,7 +279,7 @@ class CachedBatches:
         """Row updates without those of rows that are gone because their batch ended in the step before."""
         if not self._ended:
             return updates
-        gone = frozenset().union(*self._ended.values())
+        gone = frozenset().union(*(requests for requests, _ in self._ended.values()))
         return [update for update in updates if update.request_id not in gone]
 
     def counts(

@@ -9,11 +9,14 @@ from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.process.cores import Cores
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.batch_sizes import BatchSizes
-from funitel.proto.settings.bounds import POSITIVE, SHARE, Bounds
+from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, SHARE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
 from funitel.proto.settings.options import Counts, flag_of
+from funitel.proto.settings.partition import Partition, check_layers
 from funitel.proto.settings.tgi_flags import REFUSED_VALUES
 
+NATIVE, TRANSFORMERS, LLAMA_CPP = ENGINES = ("native", "transformers", "llama_cpp")
+"""What computes a model: our own code, transformers' code over our blocks, or llama.cpp; see docs/engines.md."""
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_HOST_GB = 1 << 20  # a typing error beyond it
@@ -30,6 +33,11 @@ compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a m
 ACTIVATION_DTYPES = ("int8", "int16")
 KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2")
 _PARENT = "Process id of the parent; this process stops when the parent ends."
+_ENGINE = (
+    "What computes the model: native (own code), transformers (its code over the KV blocks) or llama_cpp (a GGUF by "
+    "llama.cpp; needs the extra llama-cpp). When not given, native where the architecture is supported, else "
+    "transformers."
+)
 _CACHE_DIR = "Folder for models fetched and converted; ~/.cache/funitel when not given."
 
 
@@ -40,10 +48,35 @@ class DownloadSettings:
     model_id: str
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
+    engine: str | None = setting(None, "What will compute the model.", choices=ENGINES)
     draft_model: str | None = setting(None, "Model that makes draft tokens, to fetch besides.")
     json_output: bool = setting(False, "Log JSON lines.")
+    reports_progress: bool = setting(False, "Report progress as JSON lines on stdout, for a program.", env=None)
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(None, _PARENT, env=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedSettings:
+    """List the models on this disk: those of the hub's cache, and what funitel fetched or converted."""
+
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
+    json: bool = setting(False, "Write one JSON object.", env=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveCachedSettings(CachedSettings):
+    """Delete a model from this disk, unless a process uses it."""
+
+    name: str
+    check: bool = setting(False, "Say what would be deleted, and delete nothing.", env=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSpecSettings:
+    """Check that a file describes a model that can be; prints the fault otherwise."""
+
+    path: str
 
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
@@ -199,10 +232,16 @@ class ModelsSettings:
         env=None,
         bounds=SHARE,
     )
+    explain: bool = setting(
+        False,
+        "List every engine, format, precision and device for the model, each with the reason for or against it.",
+        env=None,
+    )
     json: bool = setting(False, "Print one JSON object.", env=None)
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        require(not self.explain or bool(self.model_id), "--explain needs a model: funitel models MODEL --explain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +259,29 @@ class ModelServerSettings:
     trust_remote_code: bool = setting(
         False, "Run Python code of a model's repository, for models that nothing else supports."
     )
+    engine: str | None = setting(None, _ENGINE, choices=ENGINES)
     sharded: bool = setting(False, "Join the other ranks through torch.distributed.", env=None)
     rank: int = setting(0, "Tensor-parallel rank of this shard.")
     world_size: int = setting(1, "Number of shards of the model.")
+    local_rank: int | None = setting(
+        None,
+        "Number of this shard among those of its machine, which is the number of its GPU; its rank when not given.",
+        env=None,
+        bounds=NOT_NEGATIVE,
+    )
+    partition: Partition | None = setting(
+        None,
+        "Ranks of each pipeline stage: `;` separates stages, each with some of the layers, and `&` ranks of a stage, "
+        "over which its tensors are split, such as 0&1;2&3; one stage when not given.",
+    )
+    layers: Counts | None = setting(
+        None,
+        "Layers of each stage of --partition, such as 12,20; when not given, so that a step reads as many bytes in "
+        "each as can be.",
+    )
+    expert_parallel: bool = setting(
+        False, "Give each rank whole experts of a mixture of experts, instead of a part of every expert."
+    )
     master_addr: str = setting("localhost", "Host of rank 0 for torch.distributed.")
     master_port: int = setting(29500, "Port of rank 0 for torch.distributed.")
     uds_path: str = setting("/tmp/text-generation-server", "Unix socket to listen on, followed by -RANK.", env=None)
@@ -399,6 +458,13 @@ class ModelServerSettings:
             self.sharded or self.world_size == 1,
             f"WORLD_SIZE is {self.world_size}: add --sharded to join the other ranks",
         )
+        problem = check_layers(self.partition, self.layers)
+        require(problem is None, problem or "")
+        require(
+            self.partition is None or self.partition.num_ranks == self.world_size,
+            f"--partition {self.partition} is for {self.partition and self.partition.num_ranks} ranks, "
+            f"WORLD_SIZE is {self.world_size}",
+        )
         require(
             0.0 < self.watermark_gamma < 1.0, f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}"
         )
@@ -415,6 +481,27 @@ class ModelServerSettings:
         )
 
     @property
+    def device_number(self) -> int:
+        """Number of the GPU of this shard, where it has one."""
+        return self.rank if self.local_rank is None else self.local_rank
+
+    @property
+    def stages(self) -> Partition | None:
+        """The pipeline stages where there are several; one stage is the ranks as they are."""
+        return self.partition if self.partition is not None and len(self.partition) > 1 else None
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Ranks over which the tensors of a layer are split."""
+        return self.world_size if self.stages is None else self.stages.num_tensor_ranks
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's place among these."""
+        stages = self.stages
+        return self.rank if stages is None else stages[stages.stage_of(self.rank)].index(self.rank)
+
+    @property
     def shard_tls(self) -> MutualTls | None:
         """How routers are met on --listen; None for plain connections."""
         return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
@@ -427,5 +514,8 @@ ARGUMENTS: Mapping[type[Any], dict[str, str]] = {
     KernelSettings: {"model_id": "Model with the matrices to measure, as --model-id."},
     SpecSettings: {"action": "show or check.", "model_id": "Model to show the spec of, or to check the tensors of."},
     ModelsSettings: {"model_id": "Model to estimate, as --model-id."},
+    CachedSettings: {},
+    RemoveCachedSettings: {"name": "Name of the model, as `cached` lists it."},
+    CheckSpecSettings: {"path": "JSON file with the spec."},
 }
 """The positional arguments of each command, with their help."""

@@ -325,7 +325,31 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers with keys and values in the cache."""
-        return tuple(i for i in range(self.num_layers) if self.attends(i))
+        return tuple(i for i in self.held_layers if self.attends(i))
+
+    @property
+    def held_layers(self) -> range:
+        """Layers that this shard has: all of them, but for a pipeline stage."""
+        return range(self.num_layers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first layer is here, and so the embedding."""
+        return self.held_layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last layer is here, and so the final norm and the head."""
+        return self.held_layers.stop == self.num_layers
+
+    @property
+    def holds_table(self) -> bool:
+        """Whether the embedding table is here: for the embedding, or for a head that is the same."""
+        return self.is_first or (self.is_last and self.is_tied)
+
+    def of_one_layer(self) -> "ModelSpec":
+        """The spec of a model with one layer as these, which attends."""
+        return replace(self, num_layers=1, state_layers=())
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""

@@ -30,6 +30,7 @@ class VocabTables:
         """
         if isinstance(target, Decoder):
             embedding, head = copy.copy(target.token_embedding.embedding), copy.copy(target.head)
+            assert embedding is not None and head is not None, "a pipeline stage makes no drafts"  # noqa: PT018
             embedding.delta = head.delta = None
             return cls(embedding, target.final_norm, head, spec.embedding_scale)
         names, prefix = spec.names, weights.prefix

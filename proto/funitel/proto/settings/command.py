@@ -28,6 +28,7 @@ class SettingsCommand(TyperCommand):
     """
 
     commands: Sequence[tuple[str, str]] = ()  # on its page of help
+    further: Sequence[tuple[str, Sequence[str]]] = ()  # titles and names of commands, as of HelpPage
 
     def __init__(self, *args: Any, context_settings: dict[str, Any] | None = None, **more: Any) -> None:
         super().__init__(*args, context_settings=_HELP | (context_settings or {}), **more)
@@ -105,6 +106,7 @@ class SettingsCommand(TyperCommand):
             flags=[Flag.of(option) for option in options],
             arguments=[(str(each.metavar), each.help or "") for each in arguments],
             commands=self.commands,
+            further=self.further,
         )
 
     def _page_about(self, ctx: Any, topic: str) -> str:

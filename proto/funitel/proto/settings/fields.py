@@ -227,7 +227,7 @@ def to_argv(settings: Any, skip: Iterable[str] = ()) -> list[str]:
         flag = flag_of(setting_field.name)
         if isinstance(value, bool):
             argv += [flag, str(value).lower()] if takes_value else [flag]
-        elif isinstance(value, tuple):
+        elif type(value) is tuple:  # what is derived from one is one text
             for item in value:
                 argv += [flag, str(item)]
         else:

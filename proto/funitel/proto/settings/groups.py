@@ -34,7 +34,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Model",
         "model_id tokenizer_name revision",
         "served_model_name cache_dir huggingface_hub_cache model_spec trust_remote_code tokenizer_config_path "
-        "all_fields architecture",
+        "all_fields architecture engine",
     ),
     _group(
         "precision",
@@ -52,7 +52,8 @@ GROUPS: tuple[SettingGroup, ...] = (
         "hardware",
         "Devices, shards and threads",
         "device num_shard num_threads",
-        "num_replicas sharded numa thread_spin_us most_threads cores memory_node attention cuda_graphs rank world_size",
+        "num_replicas sharded partition layers expert_parallel numa thread_spin_us most_threads cores memory_node "
+        "attention cuda_graphs rank world_size local_rank",
     ),
     _group(
         "memory",
@@ -75,7 +76,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "max_input_tokens max_total_tokens max_concurrent_requests",
         "max_input_length max_queued_tokens max_best_of max_stop_sequences max_top_n_tokens max_logprobs "
         "max_client_batch_size max_client_texts payload_limit max_stored_responses max_stored_response_bytes "
-        "requests_per_minute tokens_per_minute",
+        "requests_per_minute tokens_per_minute default_stop default_stop_token_ids",
     ),
     _group("batches", "Batches", "batch_dir", "max_batch_requests max_batch_file_bytes"),
     _group(
@@ -98,8 +99,28 @@ GROUPS: tuple[SettingGroup, ...] = (
         "security",
         "Keys and TLS",
         "api_key api_key_file",
+        "max_wrong_keys ban_seconds "
         "tls_cert tls_key protect_all_routes tls_client_ca tls_probe_cert tls_probe_key shard_tls_cert shard_tls_key "
         "shard_tls_ca",
+    ),
+    _group(
+        "workers",
+        "Other machines: workers, Ray",
+        "join",
+        "memory gpus worker_port worker_tls_cert worker_tls_key worker_tls_ca worker_hostname worker_timeout "
+        "insecure_workers ray_address",
+    ),
+    _group(
+        "models",
+        "Many models on one server",
+        "",
+        "state_dir database memory_budget wait_for_load",
+    ),
+    _group(
+        "fleet",
+        "The model on the server",
+        "replicas ttl pinned set wait",
+        "executor worker request_limit priority retries weight add remove type persist check yes",
     ),
     _group("key", "The key", "group expires routes models"),
     _group(
@@ -107,13 +128,14 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Between the processes of a deployment",
         "master_shard_uds_path",
         "master_shard_address replica_address shard_uds_path uds_path master_addr master_port shard_connect_timeout "
-        "shard_return_timeout listen_fd ready_fd accepts_early folder_fd exit_with_parent",
+        "shard_return_timeout listen_fd ready_fd accepts_early folder_fd exit_with_parent control_socket "
+        "no_model reports_progress",
     ),
     _group(
         "operation",
         "Start, restart and stop",
         "config",
-        "env max_restarts step_timeout_s graceful_termination_timeout",
+        "env max_restarts step_timeout_s shutdown_delay graceful_termination_timeout",
     ),
     _group(
         "logs",
@@ -128,7 +150,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "concurrency request_rate num_requests workload prompt_tokens output_tokens",
         "rounds warmup prefix_tokens num_groups ignore_eos timeout",
     ),
-    _group("output", "Output", "json once interval", "slo_ttft_ms slo_itl_ms plot"),
+    _group("output", "Output", "json explain once interval", "slo_ttft_ms slo_itl_ms plot"),
     _group(COMPATIBILITY, "TGI's flags without effect, or refused", ""),
     _group("program", "This program", "version", "help"),
 )

@@ -89,6 +89,7 @@ class HelpPage:
         flags: the visible ones.
         arguments: (name, description) of positional arguments.
         commands: (name, description) of subcommands.
+        further: (title, names) of subcommands that the page names without a description.
     """
 
     program: str
@@ -97,6 +98,7 @@ class HelpPage:
     flags: Sequence[Flag]
     arguments: Sequence[tuple[str, str]] = ()
     commands: Sequence[tuple[str, str]] = ()
+    further: Sequence[tuple[str, Sequence[str]]] = ()
     width: int = field(default_factory=lambda: min(max(shutil.get_terminal_size().columns, MIN_WIDTH), MAX_WIDTH))
 
     def short(self) -> str:
@@ -137,10 +139,14 @@ class HelpPage:
         for paragraph in self.about.split("\n\n"):
             yield ""
             yield from self._wrapped(" ".join(paragraph.split()), "", "")
-        for title, rows in (("Commands", self.commands), ("Arguments", self.arguments)):
-            if rows:
-                yield from ("", f"{title}:")
-                yield from self._table(rows)
+        if self.commands:
+            yield from ("", "Commands:")
+            yield from self._table(self.commands, max(len(name) for name, _ in self.commands) + 4)
+        for title, names in self.further:
+            yield from ("", f"{title}:", *self._wrapped(", ".join(names), "  ", "  "))
+        if self.arguments:
+            yield from ("", "Arguments:")
+            yield from self._table(self.arguments)
 
     def _grouped(self, flags: Iterable[Flag]) -> Iterator[str]:
         for title, members in groupby(sorted(flags, key=lambda flag: _ORDER[flag.group]), lambda flag: flag.group):
@@ -161,8 +167,9 @@ class HelpPage:
         yield ""
         yield from self._wrapped("--no- before the name of a switch turns it off.", "", "")
 
-    def _table(self, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-        columns = NAME_COLUMNS if self.width >= 70 else 8
+    def _table(self, rows: Iterable[tuple[str, str]], narrow: int = 8) -> Iterator[str]:
+        """Names and descriptions; `narrow` columns are for the names where the page is not wide."""
+        columns = NAME_COLUMNS if self.width >= 70 else min(narrow, self.width // 2)
         for name, text in rows:
             lines = self._wrapped(text, " " * columns, " " * columns)
             if len(name) + 4 > columns or not lines:

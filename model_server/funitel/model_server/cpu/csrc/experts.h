@@ -19,13 +19,15 @@ namespace funitel {
 struct Mixture {
     int32_t router;      // matrix: a score for each expert, and with has_share the share of the shared MLP
     int32_t correction;  // vector that is added to scores where experts are chosen, or -1
-    int32_t first;       // matrix: the way in of expert 0, its way out, those of expert 1, ... of the shared MLP
+    int32_t first;       // matrix: the way in of the first expert here, its way out, those of the next, ... of the shared MLP
     int32_t num_experts, num_chosen, num_groups, num_chosen_groups, group_depth;
     int32_t is_sigmoid, is_normalized, has_shared, has_share, is_gated, activation;
+    int32_t first_held, num_held;  // experts that are here: all, or this rank's
     float scale;
 
-    int up(int expert) const { return first + 2 * expert; }
-    int down(int expert) const { return first + 2 * expert + 1; }
+    int up(int expert) const { return first + 2 * (expert == num_experts ? num_held : expert - first_held); }
+    int down(int expert) const { return up(expert) + 1; }
+    bool holds(int expert) const { return expert >= first_held && expert < first_held + num_held; }
     int num_scores() const { return num_experts + has_share; }
 };
 
@@ -92,7 +94,7 @@ class Experts {
         num_rows_ = operand.num_rows;
         choose(operand, correction);
         group();
-        const size_t width = matrix(mixture.up(0)).num_inputs;
+        const size_t width = matrix(mixture.first).num_inputs;
         multiply(&Mixture::up, mixture.is_gated ? kGate : kActivate, hidden_, [&](const Group& group, int row) {
             return rows + size_t(row_of(group, row)) * width;
         });
@@ -103,7 +105,7 @@ class Experts {
         multiply(&Mixture::down, kStore, results_, [&](const Group& group, int row) {
             return hidden_.as<float>() + group.hidden + size_t(row) * matrix(mixture_->up(group.expert)).num_outputs;
         });
-        const int width = matrix(mixture_->down(0)).num_outputs, pieces = divide_up(width, kPiece);
+        const int width = matrix(mixture_->first + 1).num_outputs, pieces = divide_up(width, kPiece);
         for_each(threads_, num_rows_ * pieces, [&](int chunk, int) {
             int row = chunk / pieces, begin = chunk % pieces * kPiece;
             add_up(row, begin, std::min(width, begin + kPiece), width, mode, scale, target + size_t(row) * width);
@@ -120,6 +122,7 @@ class Experts {
         size_t hidden, result;  // where theirs begin
     };
 
+    static constexpr int kElsewhere = -1;  // in place of a row of an expert that another rank has
     static constexpr int kPiece = 1024;  // elements of a row that are added up at a time
 
     const Matrix& matrix(int index) const { return *matrices_[index]; }
@@ -169,21 +172,26 @@ class Experts {
 
     static constexpr float kSmallestTotal = 1e-20f;
 
-    // Put the rows of an expert together, in their order.
+    // Put the rows of an expert together, in their order; of experts that are here.
     void group() {
         const Mixture& mixture = *mixture_;
         starts_.assign(mixture.num_experts + 1, 0);
-        for (int expert : chosen_) starts_[expert + 1]++;
+        for (int expert : chosen_) starts_[expert + 1] += mixture.holds(expert);
         for (int i = 0; i < mixture.num_experts; i++) starts_[i + 1] += starts_[i];
+        num_held_rows_ = starts_[mixture.num_experts];
         groups_.clear();
         hidden_size_ = result_size_ = 0;
         for (int i = 0; i < mixture.num_experts; i++) add_group(i, starts_[i], starts_[i + 1] - starts_[i]);
-        if (mixture.has_shared) add_group(mixture.num_experts, static_cast<int>(chosen_.size()), num_rows_);
+        if (mixture.has_shared) add_group(mixture.num_experts, num_held_rows_, num_rows_);
         grow(hidden_, hidden_size_);
         grow(results_, result_size_);
         places_.resize(chosen_.size());
         rows_.resize(chosen_.size());
         for (size_t i = 0; i < chosen_.size(); i++) {
+            if (!mixture.holds(chosen_[i])) {
+                places_[i] = kElsewhere;
+                continue;
+            }
             int place = starts_[chosen_[i]]++;
             places_[i] = place;
             rows_[place] = static_cast<int>(i / num_chosen());
@@ -216,12 +224,13 @@ class Experts {
         const float* results = results_.as<float>();
         const size_t at = size_t(row) * num_chosen();
         const F16 factor = splat(scale), shared_share = splat(shared_shares_[row]);
-        const float* shared = mixture_->has_shared ? results + (chosen_.size() + row) * width : nullptr;
+        const float* shared = mixture_->has_shared ? results + (size_t(num_held_rows_) + row) * width : nullptr;
         for (int i = begin; i < end; i += kLanes) {
             const int n = end - i;
             F16 total = splat(0.0f);
             if (shared != nullptr) total = mul(load(shared + i, n), shared_share);
             for (int j = 0; j < num_chosen(); j++) {
+                if (places_[at + j] == kElsewhere) continue;
                 const float* result = results + places_[at + j] * width;
                 total = fma(load(result + i, n), splat(shares_[at + j]), total);
             }
@@ -237,13 +246,13 @@ class Experts {
     Threads& threads_;
     const Matrices& matrices_;
     const Mixture* mixture_ = nullptr;  // of the rows that entered last
-    int num_rows_ = 0;
+    int num_rows_ = 0, num_held_rows_ = 0;
     Memory scores_, hidden_, results_;
     std::vector<int> chosen_;            // [num_rows][num_chosen], ascending
     std::vector<float> shares_;          // as chosen_
     std::vector<float> shared_shares_;   // [num_rows], of the shared MLP
     std::vector<int> starts_;            // of each expert's rows
-    std::vector<int> places_;            // as chosen_: the row among those of all experts
+    std::vector<int> places_;            // as chosen_: the row among those of all experts here, or kElsewhere
     std::vector<int> rows_;              // of those: the row of the batch
     std::vector<Group> groups_;
     size_t hidden_size_ = 0, result_size_ = 0;

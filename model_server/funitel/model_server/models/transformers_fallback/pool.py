@@ -125,6 +125,11 @@ class FallbackPool(KVCache):
         self.keys, self.values = dict(enumerate(parts[0:num_kv:2])), dict(enumerate(parts[1:num_kv:2]))
         self.states = tuple(parts[num_kv:])
 
+    def free(self) -> None:
+        """See KVCache."""
+        super().free()
+        self.states = ()
+
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
