@@ -32,6 +32,15 @@ class Running:
     def value(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
 
+    async def start(self, **changes: Any) -> str:
+        """Start the shards of a further replica, to be added by the address that is returned."""
+        folder = self.folders[0].parent / str(len(self.folders))
+        folder.mkdir()
+        self.folders.append(folder)
+        fresh = fake_shards(folder, len(self.replicas[0]), **(self.shard | changes))
+        self.replicas.append(await self.stack.enter_async_context(fresh))
+        return f"unix://{folder}/shard-0"
+
     async def lose(self, replica: int) -> None:
         for fake in self.replicas[replica]:
             await fake.die()

@@ -188,6 +188,42 @@ def test_a_second_sigterm_ends_streams_by_an_event_that_says_so(start: Start, po
     assert process.wait(PATIENCE_SECONDS) == 0
 
 
+def test_with_a_shutdown_delay_requests_are_taken_while_the_router_is_not_ready(start: Start, port: int) -> None:
+    process = start("--shutdown-delay", "6")
+    url = f"http://127.0.0.1:{port}"
+    wait_for(port, 200)
+    with httpx.Client(base_url=url) as client:
+        assert "connection" not in client.post("/generate", json=HI).headers
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert wait_for(port, 503).headers["retry-after"] == "1"
+        late = client.post("/generate", json=HI)  # on a connection that was open before
+        assert (late.status_code, late.headers["connection"]) == (200, "close")
+        assert httpx.post(f"{url}/generate", json=HI).status_code == 200
+        assert httpx.get(f"{url}/health/live").status_code == 200
+        with client.stream("POST", "/generate_stream", json=HI) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["generated_text"] == "a" * 10
+    assert process.wait(PATIENCE_SECONDS) == 0
+    assert time.monotonic() - began > 5.9
+
+
+def test_a_second_sigterm_ends_the_shutdown_delay(start: Start, port: int) -> None:
+    process = start("--shutdown-delay", "600")
+    wait_for(port, 200)
+    process.send_signal(signal.SIGTERM)
+    wait_for(port, 503)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_before_the_shards_are_ready_there_is_no_shutdown_delay(start: Start, port: int) -> None:
+    process = start("--shutdown-delay", "600", FAKE="hang")
+    wait_for(port, 503)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
 def test_a4_a_child_of_the_router_would_inherit_neither_its_port_nor_the_launchers_pipe(
     start: Start, port: int
 ) -> None:

@@ -65,7 +65,7 @@ def serve(settings: RouterSettings) -> None:
         else:
             address = _address(settings)
             listeners = [stack.enter_context(bind(address, port)) for port in ports]
-        build = partial(build_app, settings, connect, is_local=_is_local(settings, listeners))
+        build = partial(build_app, settings, connect, is_local=_is_local(settings, listeners), connect_replicas=connect)
         server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()))
         for descriptor in (*settings.listen_fd, *([] if settings.ready_fd is None else [settings.ready_fd])):
             os.set_inheritable(descriptor, False)  # the launcher's way to pass it leaves it so, and uvloop closes none

@@ -1,29 +1,98 @@
 """Connect to the shards of every replica, and start what serves over them: a replica set or an encoder engine."""
 
 import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
 from funitel.router.encoder.engine import EncoderEngine, start_encoder
 from funitel.router.engine.interface import Inference
 from funitel.router.replica_set.replica_set import ReplicaSet
-from funitel.router.replica_set.slot import ReplicaSlot, check_alike
+from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, check_alike
+from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
+T = TypeVar("T")
 
-async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | EncoderEngine:
+
+def listed_replicas(settings: RouterSettings) -> tuple[ReplicaAddress, ...]:
+    """Return the replicas that the settings list; their ids are 0, 1 and so on."""
+    addresses = (settings.master_url, *settings.replica_address)
+    return tuple(ReplicaAddress(replica_id, address) for replica_id, address in enumerate(addresses))
+
+
+async def connect(
+    settings: RouterSettings, metrics: Metrics, replicas: Sequence[ReplicaAddress] | None = None
+) -> Inference | EncoderEngine:
     """Connect to the shards of every replica, warm them up and start an engine for each; one for all of an encoder.
+
+    Args:
+        settings: the router's.
+        metrics: those of the model.
+        replicas: one or more; by default those that the settings list. Others may join later.
 
     Raises:
         StartupError: a shard does not answer, replicas differ, or settings, model and memory do not fit together.
+            Nothing stays connected.
     """
-    addresses = (settings.master_url, *settings.replica_address)
-    timeout = settings.shard_connect_timeout
-    found = await asyncio.gather(*(Shards.connect(address, timeout, settings.shard_tls) for address in addresses))
-    if any(info.encoder is not None for shards in found for info in shards.infos):
-        return start_encoder(found, settings, metrics)
-    check_alike(addresses, [shards.infos[-1] for shards in found])
-    first_ranks = [sum(len(shards.infos) for shards in found[:index]) for index in range(len(found))]
-    slots = [ReplicaSlot.of(index, metrics.child(first_rank), settings) for index, first_rank in enumerate(first_ranks)]
-    members = await asyncio.gather(*(slot.start(shards, settings) for slot, shards in zip(slots, found, strict=True)))
-    return ReplicaSet(members, settings, metrics)
+    began = time.monotonic()
+    places = listed_replicas(settings) if replicas is None else replicas
+    async with AsyncExitStack() as undo:
+        found = await _connect_all(places, settings, undo)
+        if any(info.encoder is not None for shards in found for info in shards.infos):
+            engine: Inference | EncoderEngine = start_encoder(list(zip(places, found, strict=True)), settings, metrics)
+        else:
+            engine = ReplicaSet(await _start_all(places, found, settings, metrics, undo), settings, metrics)
+        undo.pop_all()
+    seconds = time.monotonic() - began
+    metrics.observe_attach(seconds)
+    metrics.set_load_seconds(seconds)
+    return engine
+
+
+async def _connect_all(
+    places: Sequence[ReplicaAddress], settings: RouterSettings, undo: AsyncExitStack
+) -> list[Shards]:
+    """Connect to every replica; `undo` closes those that were reached."""
+
+    async def reach(place: ReplicaAddress) -> Shards:
+        shards = await Shards.connect(place.address, settings.shard_connect_timeout, settings.shard_tls)
+        undo.push_async_callback(shards.close)
+        return shards
+
+    return await _all_of([reach(place) for place in places])
+
+
+async def _start_all(
+    places: Sequence[ReplicaAddress],
+    found: Sequence[Shards],
+    settings: RouterSettings,
+    metrics: Metrics,
+    undo: AsyncExitStack,
+) -> list[ServingReplica]:
+    """Warm every replica up and start its engine; `undo` closes those that were started."""
+    check_alike([place.address for place in places], [shards.infos[-1] for shards in found])
+
+    async def begin(slot: ReplicaSlot, shards: Shards) -> ServingReplica:
+        member = await slot.start(shards, settings)
+        undo.push_async_callback(member.close)
+        return member
+
+    slots = [ReplicaSlot.of(place, shards, settings, metrics) for place, shards in zip(places, found, strict=True)]
+    for slot in slots:
+        undo.callback(slot.metrics.remove)
+    return await _all_of([begin(slot, shards) for slot, shards in zip(slots, found, strict=True)])
+
+
+async def _all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all calls; if one fails, or this is cancelled, none runs any more."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

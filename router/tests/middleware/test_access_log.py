@@ -19,6 +19,7 @@ from funitel.proto.process import logs
 from funitel.router.api.routes import OPERATIONS
 from funitel.router.core.drain import Drain
 from funitel.router.middleware.access_log import AccessLog
+from funitel.router.middleware.operation import ROUTE
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.spans import recording
 
@@ -124,6 +125,17 @@ async def test_a_probe_that_succeeds_is_quiet(serve: Serve, lines: list[dict[str
         ("/metrics", 200, "DEBUG"),
         ("/health", 503, "INFO"),
     ]
+
+
+async def test_the_questions_of_a_progress_bar_are_quiet(lines: list[dict[str, Any]]) -> None:
+    operation = next(each for each in OPERATIONS if each.path.endswith("/progress"))
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ROUTE] = operation
+        await send({"type": "http.response.start", "status": 200})
+
+    await AccessLog(answer, Metrics(), Drain())({"type": "http", "method": "GET", "headers": []}, _nothing, _unheard)
+    assert [(line["status"], line["level"]) for line in lines] == [(200, "DEBUG")]
 
 
 async def test_a_traced_request_is_told_with_its_trace(serve: Serve, lines: list[dict[str, Any]]) -> None:

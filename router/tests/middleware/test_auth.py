@@ -74,6 +74,22 @@ async def test_facts_can_be_closed_and_probes_never_are(serve: Serve, keys: Path
 PATHS = ("/generate", "/v1/chat/completions", "/v1/messages")
 
 
+async def test_x16_five_wrong_keys_ban_an_address(serve: Serve, keys: Path) -> None:
+    async with serve(FakeEngine(), api_key_file=hold(keys), max_wrong_keys=5, ban_seconds=60.0) as client:
+        for _ in range(8):  # requests without a key are no guesses
+            assert (await client.get("/v1/responses/r")).status_code == 401
+        assert (await client.get("/v1/responses/r", headers=BEARER)).status_code == 404
+        for number in range(5):
+            headers = {"authorization": f"Bearer wrong-{number}"}
+            assert (await client.get("/v1/responses/r", headers=headers)).status_code == 401
+        for headers in ({"authorization": "Bearer wrong-5"}, BEARER):
+            answer = await client.get("/v1/responses/r", headers=headers)
+            assert answer.status_code == 429
+            assert 0 < int(answer.headers["retry-after"]) <= 60
+            assert "too many wrong API keys" in answer.text
+        assert (await client.get("/health")).status_code == 200
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_key_is_for_its_routes(serve: Serve, keys: Path, path: str) -> None:
     engine = FakeEngine()

@@ -78,6 +78,16 @@ async def test_health_is_503_and_liveness_200(drain: Drain, serve: Serve) -> Non
             assert (await client.get(path)).status_code == 200, path
 
 
+async def test_an_announced_drain_is_not_ready_and_takes_requests(drain: Drain, serve: Serve) -> None:
+    async with serve(FakeEngine()) as client:
+        drain.announce()
+        assert (await client.get("/health/ready")).status_code == 503
+        answer = await client.post("/generate", json=NATIVE)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        drain.begin()
+        assert (await client.post("/generate", json=NATIVE)).status_code == 503
+
+
 async def test_what_has_begun_finishes_and_its_connection_ends(drain: Drain, serve: Serve) -> None:
     engine = FakeEngine(pause=0.02)
     async with serve(engine) as client:

@@ -98,7 +98,7 @@ async def test_a_lost_replica_of_several_takes_its_part_again(tmp_path: Path) ->
         assert await asyncio.gather(*(run(run_.fleet, each) for each in asked)) == [expected(each) for each in asked]
         assert all(fake.steps for fake in fresh)
         assert run_.value("tgi_batch_max_total_tokens") == 800
-        assert [member.slot.index for member in run_.fleet._serving] == [0, 1]
+        assert [member.slot.replica_id for member in run_.fleet._serving] == [0, 1]
 
 
 async def test_all_of_several_are_lost_and_the_first_to_come_back_serves_all(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
         for _ in range(2):
             await holds(lambda: any(m.engine.requests for m in run_.fleet._serving), "it is somewhere")
             await asyncio.sleep(0.02)
-            home = next(m.slot.index for m in run_.fleet._serving if m.engine.requests)
+            home = next(m.slot.replica_id for m in run_.fleet._serving if m.engine.requests)
             await run_.lose(home)
         with pytest.raises(ShardFailed):
             await asyncio.wait_for(task, 10)

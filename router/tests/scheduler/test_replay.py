@@ -139,6 +139,18 @@ def test_a_key_that_asks_now_and_then_hardly_notices_the_flood_of_another(
     assert first_token(*at_once) < 1.9 * first_token()
 
 
+def test_prompts_that_come_at_once_get_most_of_a_fast_device() -> None:
+    """A large model on a GPU: few streams decode in 5 ms, and a prompt costs as much as six of their steps."""
+    gpu = costs.StepCosts(base=0.005, prompt_token=3e-5, decode_row=1.2e-5, context_token=3.2e-8, prompt_pair=3e-10)
+    found = measures.Measures()
+    policy = SchedulerPolicy(max_batch_prefill_tokens=4096, has_prefix_cache=True)
+    replica = simulation.SimulatedReplica(Scheduler(policy, BlockPool(6000, 16)), gpu, found, 2)
+    simulation.simulate([arrival(0.0, 1024, 150) for _ in range(64)], [replica], lambda count: None)
+    prompts = 64 * gpu.seconds(1024, 1024 * 1025 / 2, 0, 0) - 64 * gpu.base
+    assert found.to_first_token.percentile(1.0) < 1.4 * prompts
+    assert found.between_tokens.percentile(0.99) < 0.045
+
+
 def test_replicas_are_chosen_by_the_longest_prefix_that_is_there() -> None:
     turns = [arrival(40.0 * i, 24, 4, prefix_group=i % 3, prefix_tokens=20) for i in range(9)]
     found = simulate(turns, num_replicas=3)

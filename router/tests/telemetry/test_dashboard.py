@@ -15,7 +15,7 @@ EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in pan
 EXPRESSIONS += [item["query"]["query"] for item in DASHBOARD["templating"]["list"] if item["type"] == "query"]
 
 _NAME = re.compile(r"\b(?:tgi|funitel)_\w+")
-_LABELS_AFTER_BY = re.compile(r"\bby \((\w+)\)")
+_LABELS_AFTER_BY = re.compile(r"\bby \(([\w, ]+)\)")
 
 
 def exposed() -> dict[str, tuple[str, ...]]:
@@ -36,8 +36,10 @@ def test_an_expression_uses_names_that_exist(expression: str) -> None:
 
 
 def test_labels_are_those_of_the_metrics() -> None:
-    labels = {label for expression in EXPRESSIONS for label in _LABELS_AFTER_BY.findall(expression)}
-    assert labels == {"le", "err", "status", "state", "method", "rank", "reason", "outcome"}
+    lists = [found for expression in EXPRESSIONS for found in _LABELS_AFTER_BY.findall(expression)]
+    labels = {label for found in lists for label in found.split(", ")}
+    known = {"le", "err", "status", "state", "method", "rank", "kind", "reason", "outcome", "replica", "model"}
+    assert labels == known
 
 
 def test_every_panel_can_be_read() -> None:
@@ -57,5 +59,8 @@ def test_what_operators_look_for_is_drawn() -> None:
         "funitel_blocks",
         "funitel_prefix_cache_hit_tokens_total",
         "tgi_request_failure",
+        "funitel_replica_up",
+        "funitel_replica_requests_total",
+        "funitel_model_load_seconds",
     ):
         assert name in drawn

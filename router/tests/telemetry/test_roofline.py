@@ -65,7 +65,8 @@ def test_what_was_long_ago_does_not_count_as_recent() -> None:
 
 def test_ranks_of_replicas_are_numbered_through_and_steps_without_a_time_say_nothing() -> None:
     metrics = Metrics()
-    second = metrics.child(2)
+    metrics.child(0, 2)
+    second = metrics.child(1, 2)
     second.set_reads(1, 100, 0.0)
     second.observe_decode(0, [step(0), step(1)])
     second.observe_decode(0, [step(1), step(0)])

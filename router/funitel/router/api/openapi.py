@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
 
-from funitel.router.middleware.operation import PATH_PARAMETER, Operation
+from funitel.router.middleware.operation import PATH_PARAMETER, ModelUse, Operation
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -18,19 +18,22 @@ MEANINGS = {
     400: "The body is not JSON; on Anthropic's routes, also: a field breaks a rule, the message names it",
     401: "The API key is missing or wrong",
     403: "The API key is not for this route or model",
-    404: "What the path names is not there",
+    404: "What the path names is not there, or no model of the name",
+    409: "The state of the model forbids it",
     413: "The body is larger than --payload-limit",
     415: "The body is not declared as JSON",
     422: "A field breaks a rule; the message names it",
     424: "A model shard failed",
     429: "Too many requests at once, or of this API key, or no time left for this one",
+    499: "The launch was cancelled",
     500: "The generation ended without its last message",
     503: "The server is starting, stopping or broken",
     504: "The time given with x-request-timeout has passed",
-    507: "The folder of --batch-dir cannot be written, such as on a full disk",
+    507: "The model does not fit; or the folder of --batch-dir cannot be written, such as on a full disk",
     529: "Too many requests at once, or no time left for this one",
 }
 KEY_FAILURES = (401, 403, 429)  # of a route that asks for an API key
+MODEL_FAILURES = (404, 503, 507)  # of a route that needs a model: unknown, being loaded, too large
 
 
 class _Generator(GenerateJsonSchema):
@@ -122,7 +125,12 @@ def _operation_id(operation: Operation) -> str:
 
 def _failures(operation: Operation, given: _Schemas) -> dict[str, Any]:
     body = {"content": _json_content(given[operation.error])}
-    statuses = {*operation.failures, *(KEY_FAILURES if operation.is_protected else ())}
+    chooses = operation.model is not ModelUse.NONE
+    statuses = {
+        *operation.failures,
+        *(KEY_FAILURES if operation.is_protected else ()),
+        *(MODEL_FAILURES if chooses else ()),
+    }
     return {
         str(status): {"description": MEANINGS[status]} | ({} if status == 401 and operation.is_native else body)
         for status in sorted(statuses)

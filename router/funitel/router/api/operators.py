@@ -9,15 +9,17 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
-from funitel.proto.errors import FunitelError
-from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.handler import service_of
+from funitel.proto.errors import FunitelError, ModelNotLoaded
+from funitel.router.api.common.body import json_answer, query_of
+from funitel.router.api.common.handler import control_of, models_of, service_of
 from funitel.router.api.common.route_kinds import native_fact, native_probe, native_state
-from funitel.router.api.native.schema import AnyObject, Info
+from funitel.router.api.native.schema import AnyObject, Info, InfoQuery
 from funitel.router.engine.snapshot import SchedulerState
-from funitel.router.middleware.operation import Access
+from funitel.router.fleet.control import ControlSocket
+from funitel.router.middleware.operation import Access, ModelUse
 from funitel.router.serving.service import Service
 from funitel.router.telemetry import metrics
+from funitel.router.telemetry.merge import merged_text
 
 MEMORY_SECONDS = 0.25  # that a page of metrics waits for shards
 ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
@@ -25,7 +27,7 @@ ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
 
 async def health(http: HttpRequest) -> Response:
     """`/health` and `/health/ready`: 200 when every shard answers, else 503 with the reason."""
-    await service_of(http).check_ready()
+    await models_of(http).check_ready()
     return Response()
 
 
@@ -35,8 +37,11 @@ async def live(http: HttpRequest) -> Response:
 
 
 async def info(http: HttpRequest) -> Response:
-    """`/info`: what is served, and its limits."""
-    service = service_of(http)
+    """`/info`: what is served, and its limits; the default model, or the one that the query names."""
+    model = models_of(http).choose(query_of(http, InfoQuery).model, ModelUse.ANY)
+    if model.service is None:
+        raise ModelNotLoaded(f"the model {model.name!r} is {model.entry.state}")
+    service = model.service
     settings = service.settings
     limits = service.encoder.engine.limits if service.is_encoder else service.engine.limits
     body = Info(
@@ -80,14 +85,32 @@ def _encoder_facts(service: Service) -> dict[str, Any]:
 
 
 async def prometheus(http: HttpRequest) -> Response:
-    """`/metrics`: in Prometheus' text format. Shards tell what memory they hold, if they answer at once."""
-    service = service_of(http)
-    found = service.metrics
+    """`/metrics`: in Prometheus' text format, of all models, and behind it what the control plane counts.
+
+    Shards tell what memory they hold, if they answer at once; so does the control plane.
+    """
+    models, control = models_of(http), control_of(http)
+    num_tasks = len(asyncio.all_tasks())
+    await asyncio.gather(*map(_ask_memory, models.services))
+    models.metrics.set_tasks(num_tasks)
+    by_name = {model.name: model.service.metrics for model in models if model.service is not None}
+    page = await merged_text(by_name, models.metrics, has_several=len(models) > 1)
+    page += await _control_metrics(control)
+    return Response(page, headers={"content-type": metrics.CONTENT_TYPE})
+
+
+async def _ask_memory(service: Service) -> None:
     with suppress(FunitelError, TimeoutError):
         async with asyncio.timeout(MEMORY_SECONDS):
             await service.check_ready()
-    found.set_tasks(len(asyncio.all_tasks()))
-    return Response(found.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+async def _control_metrics(control: ControlSocket | None) -> bytes:
+    with suppress(FunitelError, TimeoutError):
+        async with asyncio.timeout(MEMORY_SECONDS):
+            answer = None if control is None else await control.ask("GET", "/metrics")
+        return b"" if answer is None or answer.status != 200 else answer.content
+    return b""
 
 
 async def openapi_json(http: HttpRequest) -> Response:
@@ -104,7 +127,9 @@ async def docs(http: HttpRequest) -> Response:
 
 async def scheduler(http: HttpRequest) -> Response:
     """`/debug/scheduler`: queue, batch, pool and last steps of every replica that serves."""
-    service, now = service_of(http), time.monotonic()
+    now = time.monotonic()
+    model = models_of(http).choose(query_of(http, InfoQuery).model, ModelUse.GENERATES)
+    service = service_of(http) if model.service is None else model.service
     body = SchedulerState(
         model_id=service.model_id,
         version=service.version,
@@ -121,7 +146,14 @@ ROUTES = (
     replace(HEALTH, path="/ping"),
     replace(HEALTH, path="/health/ready"),
     native_probe("/health/live", live, "Whether the router answers"),
-    native_state("/info", info, "What is served", answer=Info),
+    native_state(
+        "/info",
+        info,
+        "What is served: the default model, or `model`",
+        query=InfoQuery,
+        answer=Info,
+        failures=(404, 503),
+    ),
     native_fact("/metrics", prometheus, "Metrics for Prometheus", text="text/plain"),
     native_fact("/docs", docs, "This page", text="text/html"),
     native_fact("/openapi.json", openapi_json, "The OpenAPI document", answer=AnyObject),
@@ -133,6 +165,7 @@ DEBUG_ROUTES = (
         "/debug/scheduler",
         scheduler,
         "With --debug-routes: queue, batch, pool and last steps of every replica",
+        query=InfoQuery,
         answer=SchedulerState,
         access=Access.CLOSED_FACT,
     ),

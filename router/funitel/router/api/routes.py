@@ -10,6 +10,7 @@ from funitel.router.api import (
     anthropic,
     batches,
     embeddings,
+    fleet,
     inferflow,
     native,
     openai,
@@ -32,6 +33,7 @@ TITLE = "funitel"
 OPERATIONS: tuple[Operation, ...] = (
     *native.ROUTES,
     *vllm.ROUTES,
+    *fleet.ROUTES,
     *openai.ROUTES,
     *embeddings.ROUTES,
     *responses.ROUTES,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
 from funitel.proto.security.keys import SETTING_NAME, Key, covers, digest_of, keys_of
 from funitel.router.auth.rate_limit import MinuteWindow
+from funitel.router.auth.wrong_keys import WrongKeys
 from funitel.router.core.file_watch import FileWatch
 from funitel.router.telemetry.metrics import Metrics
 
@@ -147,7 +148,10 @@ class Accounts:
     Raises SettingsError when the file of keys cannot be read, or is none.
     """
 
-    def __init__(self, key: str | None, path: str | None, metrics: Metrics) -> None:
+    def __init__(
+        self, key: str | None, path: str | None, metrics: Metrics, max_wrong_keys: int = 0, ban_seconds: float = 300.0
+    ) -> None:
+        self.wrong_keys = WrongKeys(max_wrong_keys, ban_seconds)
         self.is_asked_for = key is not None or path is not None
         self._key = key
         self._path = path

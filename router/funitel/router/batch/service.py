@@ -13,7 +13,7 @@ from funitel.router.batch.folder import BatchFolder
 from funitel.router.batch.room import Room
 from funitel.router.batch.runner import BatchRunner, Execute, RunnerLimits
 from funitel.router.batch.store import BatchStore, StoreThread
-from funitel.router.serving.service import Service
+from funitel.router.fleet.models import ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,10 @@ class OpenBatches:
 class Batches:
     """Files and batches of one router; none without `--batch-dir`."""
 
-    def __init__(self, service: Service, execute: Execute) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels, execute: Execute) -> None:
+        self._models = models
         self._execute = execute
-        settings = service.settings
+        settings = models.own.settings
         self._folder = None if settings.batch_dir is None else BatchFolder(Path(settings.batch_dir))
         self._room = Room(settings.max_concurrent_requests)
         self._open: OpenBatches | None = None
@@ -94,9 +94,9 @@ class Batches:
         store = StoreThread(await asyncio.to_thread(BatchStore, folder.database))
         try:
             await asyncio.to_thread(folder.tidy, await store(BatchStore.file_ids))
-            settings = self._service.settings
+            settings = self._models.own.settings
             limits = RunnerLimits(settings.max_batch_requests, settings.payload_limit)
-            runner = BatchRunner(store, folder, self._execute, self._has_room, limits, self._service.metrics)
+            runner = BatchRunner(store, folder, self._execute, self._has_room, limits, self._models.metrics)
             self._open = OpenBatches(folder, store, runner)
             self._is_decided.set()
             await self._run_until_handed_over(runner)
@@ -121,12 +121,13 @@ class Batches:
 
     @property
     def _is_handed_over(self) -> bool:
-        drain = self._service.drain
+        drain = self._models.drain
         return drain.ends_connections and not drain.has_begun
 
     def _has_room(self, num_in_flight: int) -> bool:
-        service = self._service
-        if service.drain.has_begun or service.drain.ends_connections or not service.is_started:
+        drain = self._models.drain
+        if drain.has_begun or drain.ends_connections or not self._models.is_started:
             return False
-        views = () if service.is_encoder else service.engine.views.values()
+        generating = [each for each in self._models.services if each.is_started and not each.is_encoder]
+        views = [view for service in generating for view in service.engine.views.values()]
         return self._room.has_room(num_in_flight, views)

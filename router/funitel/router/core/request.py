@@ -119,6 +119,7 @@ class Sequence:
     num_opening: int = 0  # tokens that the shards add after the prompt
     state: StateRow | None = None  # while it runs, of a model with recurrent layers
     beams: BeamGroup | None = field(init=False, default=None)  # while it searches they have its tokens
+    micro_batch: int = 0  # that it is in while it runs, where several take turns
     has_drafts: bool = True  # the shard was last told so, of a request that may
     num_prompt: int = field(init=False)  # tokens before the completion
     max_known: int = field(init=False)  # tokens that it ends with; of a search those that it has a row of its own for

@@ -23,6 +23,8 @@ class RequestContext:
     owner: bytes = b""  # of its API key or token, as a hash
     operation: str = ""  # GenAI's name of it: `chat`, `text_completion`, `embeddings`
     model: str | None = None
+    served_model: str | None = None  # that was chosen of several
+    load_seconds: float | None = None  # that it waited for the model
     response_id: str | None = None
     request: Request | None = None  # the first prompt, and how it is sampled
     num_choices: int = 1

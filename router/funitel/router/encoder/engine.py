@@ -6,7 +6,8 @@ One shard is one replica, and takes two batches at a time, so that it finds the 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -14,6 +15,7 @@ from math import inf
 from funitel.proto.errors import (
     DeadlineExceeded,
     FunitelError,
+    NotReady,
     Overloaded,
     ShardFailed,
     ShardUnsound,
@@ -29,7 +31,9 @@ from funitel.router.encoder.queue import EncoderQueue, QueuedText, Submission
 from funitel.router.engine.step_pipeline import FIRST_FACTOR
 from funitel.router.engine.warmup import admission_of
 from funitel.router.replica_set.failover import MAX_LOSSES
-from funitel.router.replica_set.membership import Member, Membership, Slot
+from funitel.router.replica_set.membership import NONE_LEFT, Membership
+from funitel.router.replica_set.table import Member, ReplicaAddress, Slot
+from funitel.router.replica_set.weighted_choice import WeightedChoice
 from funitel.router.scheduler.admission import Exceeded, InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
@@ -87,40 +91,64 @@ class _Pending:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _Member(Member):
+class EncoderReplica(Member):
     """One encoder, which reports the memory that it holds."""
 
-    metrics: Metrics
+    batches: list[Sequence[QueuedText]] = field(default_factory=list)  # that it encodes
 
     async def health(self) -> None:
         """See `Member`."""
         (memory,) = await self.shards.health()
-        self.metrics.set_memory(self.slot.index, memory)
+        self.slot.metrics.set_memory(0, memory)
+
+    @contextmanager
+    def encoding(self, texts: Sequence[QueuedText]) -> Iterator[None]:
+        """Count texts as running here."""
+        self.batches.append(texts)
+        self.slot.metrics.set_running_texts(self.num_running)
+        try:
+            yield
+        finally:
+            self.batches.remove(texts)
+            self.slot.metrics.set_running_texts(self.num_running)
+
+    @property
+    def num_running(self) -> int:
+        """Texts that it encodes."""
+        return sum(map(len, self.batches))
 
 
-class EncoderEngine(Membership[Member]):
+class EncoderEngine(Membership[EncoderReplica]):
     """The replicas of one encoder, each a single shard."""
 
-    def __init__(self, replicas: Sequence[Shards], limits: Limits, settings: RouterSettings, metrics: Metrics) -> None:
-        super().__init__(len(replicas), settings, metrics)
+    def __init__(
+        self,
+        replicas: Sequence[tuple[ReplicaAddress, Shards]],
+        limits: Limits,
+        settings: RouterSettings,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(settings, metrics)
         self.limits = limits
-        self.facts = _facts(replicas[0])
-        self.dtype = replicas[0].infos[0].dtype
+        first = replicas[0][1]
+        self.facts = _facts(first)
+        self.dtype = first.infos[0].dtype
         self._queue = EncoderQueue(settings.max_batch_prefill_tokens, settings.max_batch_size)
         self._pending: dict[Submission, _Pending] = {}
         self._admission = admission_of(settings)
         self._reservations = Reservations()
         self._next_id = 0
         self._has_work = asyncio.Event()
-        self._left = asyncio.Event()  # set whenever a request ends
-        self._device_type = replicas[0].infos[0].device_type
-        for index, shards in enumerate(replicas):
-            self._add(_Member(slot=Slot(index=index), shards=shards, metrics=metrics))
+        self._left = asyncio.Event()  # set whenever a request or a batch ends
+        self._choice = WeightedChoice([])
+        self._device_type = first.infos[0].device_type
+        for place, shards in replicas:
+            self._enter(self._member_of(place, shards))
 
     @property
     def compute_type(self) -> str:
         """Shards and device, such as "1-cpu"."""
-        return f"{self._num_replicas}-{self._device_type}"
+        return f"{len(self._slots)}-{self._device_type}"
 
     async def encode(
         self,
@@ -143,7 +171,7 @@ class EncoderEngine(Membership[Member]):
         Raises:
             Overloaded: there is no place for it, or it would wait longer than its deadline.
             DeadlineExceeded: its deadline has passed.
-            NotReady: the router is draining.
+            NotReady: the router is draining, or the last replica was taken away.
             ShardFailed, StepFailed: the shards did not compute it.
         """
         now = time.monotonic()
@@ -220,23 +248,40 @@ class EncoderEngine(Membership[Member]):
 
     # Batches --------------------------------------------------------------------------------------------------------
 
-    async def _work(self, member: Member) -> None:
-        """Send batch after batch to one replica, until it is lost."""
-        while member in self._serving:
-            texts = self._queue.plan()
+    async def _work(self, member: EncoderReplica) -> None:
+        """Send batch after batch to one replica, until it is lost or has drained."""
+        while member in self._serving or self._ends_the_rest(member):
+            texts = self._queue.plan() if self._is_its_turn(member) else []
             if not texts:
                 self._has_work.clear()
                 await self._has_work.wait()
                 continue
+            self._choice.count(member.slot.weight, len(texts))
+            self._has_work.set()  # it may be another one's turn
             now = time.monotonic()
             for submission in {text.submission for text in texts}:
                 timings = self._pending[submission].encoded.timings
                 timings.started = timings.started or now
             self._metrics.observe_new_batch(len(texts))
             self._report()
-            await self._compute(member, texts)
+            try:
+                with member.encoding(texts):
+                    await self._compute(member, texts)
+            finally:
+                self._left.set()
 
-    async def _compute(self, member: Member, texts: Sequence[QueuedText]) -> None:
+    def _is_its_turn(self, member: EncoderReplica) -> bool:
+        """Whether a replica may take the next batch: those of the weight that is due may, if weights differ."""
+        weight = member.slot.weight
+        if member not in self._serving or not any(each.slot.weight for each in self._serving):
+            return True
+        return weight == self._choice.next_weight() if self._choice.is_needed else weight > 0
+
+    def _ends_the_rest(self, member: EncoderReplica) -> bool:
+        """Whether a replica that drains is to encode what waits, as no other will."""
+        return member in self._leaving and self._refuses and self._queue.num_texts > 0
+
+    async def _compute(self, member: EncoderReplica, texts: Sequence[QueuedText]) -> None:
         """Have texts encoded; where that fails, each request by itself, so that it fails alone."""
         task = texts[0].submission.task
         began = time.monotonic()
@@ -263,7 +308,7 @@ class EncoderEngine(Membership[Member]):
         else:
             num_tokens, now = sum(len(text.input.input_ids) for text in texts), time.monotonic()
             self._admission.throughput.observe_step(num_tokens, now - began, now)
-            self._metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
+            member.slot.metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
 
     async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[QueuedText]) -> EncoderResult:
         """What a replica makes of texts; raises ShardUnsound where it hangs."""
@@ -303,10 +348,10 @@ class EncoderEngine(Membership[Member]):
                 self._queue.remove(submission)
                 self._pending[submission].fail(error)
 
-    def _lose_texts(self, member: Member, texts: Sequence[QueuedText], error: FunitelError) -> None:
+    def _lose_texts(self, member: EncoderReplica, texts: Sequence[QueuedText], error: FunitelError) -> None:
         """Let other replicas encode the texts of a lost one, or a replica that comes back; fail them if none can."""
         self._lose(member, error)
-        can_go_on = not self._return_timeout.is_over and member not in self._serving
+        can_go_on = not self._return_timeout.is_over and not self._refuses and member not in self._serving
         for submission in {text.submission for text in texts}:
             if submission.lost_with is not member:
                 submission.num_losses += 1
@@ -316,23 +361,61 @@ class EncoderEngine(Membership[Member]):
         self._queue.give_back(texts)
         self._has_work.set()
 
-    def _lose(self, member: Member, error: FunitelError) -> None:
+    def _lose(self, member: EncoderReplica, error: FunitelError) -> None:
         """Go on without a replica; the last one is kept where none can come back."""
-        if self._settings.shard_return_timeout or len(self._serving) > 1:
+        if self._settings.shard_return_timeout or len(self._serving) > 1 or member in self._leaving:
             super()._lose(member, error)
 
-    def _on_loss(self, member: Member, error: FunitelError) -> str:
+    def _on_loss(self, member: EncoderReplica, error: FunitelError) -> str:
+        if self._refuses and not self._leaving:
+            self.fail_all(NotReady(NONE_LEFT))
+        self._left.set()
         return f"texts waiting={self._queue.num_texts}"
 
-    def _on_join(self, member: Member) -> str:
+    def _on_drain(self, member: EncoderReplica) -> str:
+        return f"texts waiting={self._queue.num_texts} running={member.num_running}"
+
+    async def _drained(self, member: EncoderReplica) -> None:
+        while member in self._leaving and (member.batches or self._ends_the_rest(member)):
+            self._left.clear()
+            await self._left.wait()
+
+    def _on_change(self) -> None:
+        self._choice = WeightedChoice([member.slot.weight for member in self._serving])
+        self._has_work.set()
+
+    def _counts(self, member: EncoderReplica) -> tuple[int, int]:
+        return 0, member.num_running  # what waits is in one queue for all
+
+    def _on_join(self, member: EncoderReplica) -> str:
         for _ in range(self._settings.pipeline_steps):
             self._tasks.start(self._work(member))
         return f"texts waiting={self._queue.num_texts}"
 
-    async def _rejoin(self, lost: Member, shards: Shards) -> Member:
+    async def _join(self, place: ReplicaAddress, shards: Shards) -> EncoderReplica:
+        self._check_same(shards)
+        return self._member_of(place, shards)
+
+    async def _rejoin(self, lost: EncoderReplica, shards: Shards) -> EncoderReplica:
+        self._check_same(shards)
+        lost.slot.metrics.set_weights(0, shards.infos[0].weight_bytes, 0)
+        return EncoderReplica(slot=lost.slot, shards=shards)
+
+    def _check_same(self, shards: Shards) -> None:
         if len(shards.infos) != 1 or shards.infos[0].encoder != self.facts:
             raise StartupError("what answers there is another model")
-        return _Member(slot=lost.slot, shards=shards, metrics=self._metrics)
+
+    def _member_of(self, place: ReplicaAddress, shards: Shards) -> EncoderReplica:
+        """Make a new replica of its shard."""
+        slot = Slot(
+            replica_id=place.replica_id,
+            address=place.address,
+            weight=place.weight,
+            num_ranks=1,
+            metrics=self._metrics.child(place.replica_id, 1),
+        )
+        slot.metrics.set_weights(0, shards.infos[0].weight_bytes, 0)
+        return EncoderReplica(slot=slot, shards=shards)
 
     def fail_all(self, error: FunitelError) -> None:
         """End whatever waits for its rows; clients get the error."""
@@ -351,19 +434,21 @@ def _facts(shards: Shards) -> EncoderFacts:
     return facts
 
 
-def start_encoder(replicas: Sequence[Shards], settings: RouterSettings, metrics: Metrics) -> EncoderEngine:
+def start_encoder(
+    replicas: Sequence[tuple[ReplicaAddress, Shards]], settings: RouterSettings, metrics: Metrics
+) -> EncoderEngine:
     """Start the engine of an encoder.
 
     Args:
-        replicas: its shards, each the one rank of a replica.
+        replicas: where they are, and the shards of each: one rank.
         settings: the router's.
         metrics: the router's.
 
     Raises:
         StartupError: replicas differ, or the settings ask for more than the model can.
     """
-    facts = _facts(replicas[0])
-    for shards in replicas:
+    facts = _facts(replicas[0][1])
+    for _, shards in replicas:
         if len(shards.infos) != 1 or shards.infos[0].encoder != facts:
             raise StartupError("the replicas of an encoder must be one shard each, and alike")
     asked = settings.max_input_tokens
@@ -374,6 +459,5 @@ def start_encoder(replicas: Sequence[Shards], settings: RouterSettings, metrics:
     longest = asked or facts.usual_tokens
     limits = Limits(max_input_tokens=longest, max_total_tokens=longest, pool_tokens=0)
     metrics.set_limits(limits)
-    metrics.set_weights(0, replicas[0].infos[0].weight_bytes, 0)
     logger.info("connected encoders=%d %s %s", len(replicas), limits, facts)
     return EncoderEngine(replicas, limits, settings, metrics)

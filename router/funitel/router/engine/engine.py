@@ -184,6 +184,34 @@ class Engine:
                 handed_over.append((sequence.afresh(), stream))
         return handed_over
 
+    def evacuate_waiting(self) -> list[tuple[Sequence, TokenStream]]:
+        """Hand over what does not run, oldest first; what cannot be resumed elsewhere stays."""
+        scheduler = self._scheduler
+        preparing = (sequence for sequence, _ in self._preparing.values())
+        here = {s.id: s for s in (*scheduler.waiting, *preparing) if s.id not in scheduler.running}
+        handed_over = []
+        for sequence_id, sequence in sorted(here.items()):
+            if sequence.output_ids and not self.can_resume:
+                continue
+            if sequence_id in self._preparing:
+                self._preparing[sequence_id][1].cancel()
+            scheduler.remove(sequence)
+            stream = self.requests.remove(sequence)
+            if stream is not None:
+                handed_over.append((sequence.afresh(), stream))
+        self._wake()
+        return handed_over
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run."""
+        return len(self.requests) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+        return len(self._scheduler.running)
+
     @property
     def can_resume(self) -> bool:
         """Whether a sequence can be resumed behind the tokens it has got, here or elsewhere."""

@@ -112,6 +112,7 @@ class RequestTable:
         self._sequences[sequence.id] = sequence
         stream.sequence_id = sequence.id
         self._num_of_key[stream.request.key] += 1
+        self._metrics.count_given()
         deadline = sequence.request.deadline
         if deadline is not None:
             delay = deadline - time.monotonic()

@@ -219,6 +219,7 @@ class StepLoop:
         if problem is not None:
             raise ShardUnsound(f"the shards' answer cannot be: {problem}")
         delivered = self._scheduler.commit(settled.plan, combined, settled.seconds)
+        self._metrics.count_generated(sum([len(generation.tokens.ids) for _, generation in delivered]))
         self._pipeline.done()
         now = time.monotonic()
         self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, now)

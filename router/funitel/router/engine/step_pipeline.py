@@ -55,9 +55,6 @@ def step_timeout_seconds(plan: StepPlan | None, step_timeout_s: float) -> float:
     return max(step_timeout_s, LATE_FACTOR * plan.predicted_seconds)
 
 
-MAX_STEPS = 2  # what the ranks tolerate: a step that names rows which have ended in the one before it
-
-
 @dataclass(slots=True, eq=False)
 class StepCall:
     """A call in flight: a step with its plan, or else one that drops rows. Instants are of the monotonic clock."""
@@ -99,16 +96,14 @@ class Pipeline:
 
     def seconds_to_plan(self, newest: float, *, has_several_keys: bool) -> float:
         """How long the plan of the next step can wait, where there is room for it; `newest`: when a sequence came."""
-        step = next((call for call in self._calls if call.plan is not None), None)
-        if step is None or step.plan is None or step.answered is not None:
+        steps = [call for call in self._calls if call.plan is not None]
+        step = steps[0] if steps else None
+        if step is None or step.plan is None or step.answered is not None or len(steps) < self._replica.num_stages:
             return 0.0
         begun = max(step.sent, self._last_answered)
         now = time.monotonic()
-        return (
-            begun
-            + lookahead_seconds(step.plan.predicted_seconds, now - newest, has_several_keys=has_several_keys)
-            - now
-        )
+        predicted_seconds = step.plan.predicted_seconds / self._replica.num_stages  # stages compute at once
+        return begun + lookahead_seconds(predicted_seconds, now - newest, has_several_keys=has_several_keys) - now
 
     @property
     def oldest(self) -> StepCall | None:

@@ -80,6 +80,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         is_plain=is_plain,
         waiting_served_ratio=settings.waiting_served_ratio,
         max_waiting_tokens=settings.max_waiting_tokens,
+        num_micro_batches=replica.num_stages,
+        max_steps_each=settings.pipeline_steps,
         target_gap_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
     )
     for info, result in zip(replica.infos, results, strict=True):
@@ -94,6 +96,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
+    pipeline_steps += replica.num_stages - 1  # one is computed in each stage
     chosen = admission or admission_of(settings)
     decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
     return Engine(

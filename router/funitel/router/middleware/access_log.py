@@ -22,7 +22,12 @@ REQUEST_ID = b"x-request-id"
 CLOSE = (b"connection", b"close")
 _SANE = re.compile(rb"[\w.:/=+@-]{1,128}", re.ASCII)
 # Polled every few seconds: logged at debug level unless they fail.
-QUIET = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/v2/health/live"})
+QUIET = frozenset(
+    {
+        *("/health", "/health/live", "/health/ready", "/ping", "/v2/health/live"),
+        *("/metrics", "/v1/models/{name}/progress"),
+    }
+)
 
 
 class AccessLog:
@@ -90,12 +95,14 @@ def _facts(context: RequestContext) -> dict[str, Field | None]:
     return {
         "trace_id": context.trace_id,
         "key": context.key_name,
+        "model": context.served_model,
         "error": None if context.error is None or was_cancelled else type(context.error).__name__,
         "cancelled": was_cancelled if was_cancelled or context.prompt_tokens is not None else None,
         "prompt_tokens": context.prompt_tokens,
         "cached_tokens": context.cached_tokens or None,
         "tokens": None if context.prompt_tokens is None else context.tokens,
         "finish": ",".join(context.finish_reasons) or None,
+        "load_seconds": None if context.load_seconds is None else round(context.load_seconds, 6),
         "queue_seconds": None if timings is None else round(timings.queue_seconds, 6),
         "first_token_seconds": None if context.first_token_seconds is None else round(context.first_token_seconds, 6),
     }

@@ -3,6 +3,8 @@
 A key is hashed here and passed no further: no log line or metric shows it. Its name is logged.
 """
 
+import time
+
 from starlette.types import Scope
 
 from funitel.proto.errors import Unauthorized
@@ -15,21 +17,40 @@ _ACCOUNT = "funitel.account"  # in a request's scope: the account of the key tha
 _BACKGROUND = "funitel.background"  # in a scope: the request is one of a batch
 
 
-def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str) -> Account:
+def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str | None) -> Account:
     """Return the account of the key given as `Authorization: Bearer <key>` or `x-api-key: <key>`.
+
+    Args:
+        scope: of the request.
+        accounts: those of all keys.
+        operation: the route.
+        model: name of the only model, for which the key must be; None where a request chooses one of several.
 
     Raises:
         Unauthorized: no key is given, or a wrong one.
         Forbidden: the key is not for this route, or not for this model.
+        RateLimited: the client is banned for wrong keys.
     """
-    account = account_of(scope) if is_background_request(scope) else accounts.find(_tokens(scope))
+    account = account_of(scope) if is_background_request(scope) else _found(scope, accounts)
     if account is None:
         raise Unauthorized("missing or wrong API key")
     scope[_ACCOUNT] = account
     request_context.current().key_name = account.key.name
     account.check_route(operation.path, is_for_operators=operation.access is Access.OPERATOR)
-    if operation.body is not None:
+    if operation.body is not None and model is not None:
         account.check_model(model)  # whatever name the body gives it
+    return account
+
+
+def _found(scope: Scope, accounts: Accounts) -> Account | None:
+    """The account of a request's key; a wrong key is counted for the client's address."""
+    tokens, wrong_keys = _tokens(scope), accounts.wrong_keys
+    client = scope.get("client")  # None: on a Unix socket
+    if client is not None and wrong_keys.tries:
+        wrong_keys.check(client[0], time.monotonic())
+    account = accounts.find(tokens)
+    if account is None and client is not None and any(tokens):
+        wrong_keys.count(client[0], time.monotonic())
     return account
 
 

@@ -25,6 +25,15 @@ class Access(Enum):
     PROBE = "no key: health checks have none"
 
 
+class ModelUse(Enum):
+    """What a route needs a model for; one that needs none is answered whatever models there are."""
+
+    NONE = "none: it is about the server"
+    ANY = "any: it works with a tokenizer, or does what the model is for"
+    GENERATES = "a model that generates text"
+    ENCODES = "an encoder"
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One route: its handler, and what goes in and out.
@@ -40,6 +49,7 @@ class Operation:
         failures: statuses a failure can have, besides `KEY_FAILURES` of a protected route.
         is_array: whether the answer is an array of `answer`.
         access: whether an API key is asked for.
+        model: what it needs a model for; the body names which one, or the parameter `name` of the path.
         is_native: whether it is one of TGI's routes: a refused key is answered without a body, and an error has TGI's
             shape.
     """
@@ -59,6 +69,7 @@ class Operation:
     text: str | None = None
     is_array: bool = False
     access: Access = Access.KEY
+    model: ModelUse = ModelUse.NONE
     is_native: bool = False
 
     @property

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,6 +14,12 @@ from funitel.router.middleware.auth import check_key, is_background_request
 from funitel.router.middleware.operation import ROUTE, Access, Operation
 
 
+class ModelNames(Protocol):
+    """The names of the models that are served."""
+
+    only_name: str | None  # of the only model
+
+
 class RouteGate:
     """Around one route, so that it checks the route that was found, however the path was written.
 
@@ -21,16 +28,18 @@ class RouteGate:
         operation: its row of the table.
         accounts: those of all keys.
         drain: counts the requests of routes that work, and refuses them once it has begun.
-        model: the name of the model that is served.
+        models: for the only one a key must be, whatever name a request gives it.
     """
 
-    def __init__(self, app: ASGIApp, operation: Operation, accounts: Accounts, drain: Drain, model: str) -> None:
+    def __init__(
+        self, app: ASGIApp, operation: Operation, accounts: Accounts, drain: Drain, models: ModelNames
+    ) -> None:
         self._app = app
         self._operation = operation
         self._accounts = accounts
         self._checks_key = accounts.is_asked_for and operation.is_protected
         self._drain = drain if operation.access in (Access.KEY, Access.OPERATOR) else None
-        self._model = model
+        self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._operation
@@ -41,7 +50,7 @@ class RouteGate:
         """Check the key; the request counts as one of its account while the block runs."""
         if not self._checks_key:
             return nullcontext()
-        account = check_key(scope, self._accounts, self._operation, self._model)
+        account = check_key(scope, self._accounts, self._operation, self._models.only_name)
         return self._charged(account, is_background=is_background_request(scope))
 
     @contextmanager

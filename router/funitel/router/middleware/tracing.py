@@ -20,7 +20,7 @@ class TracingMiddleware:
     """Record each request by OpenTelemetry's conventions for HTTP servers; a streamed answer as `stream` below it."""
 
     def __init__(self, app: ASGIApp, model: str) -> None:
-        """`model` is the name of the served model."""
+        """`model` is the name of the served model, where a request has chosen none."""
         self._app = app
         self._model = model
 
@@ -49,7 +49,7 @@ class TracingMiddleware:
             with spans.activate(span), logs.log_context(trace_id=span.trace_id):
                 await self._app(scope, receive, send_traced)
         finally:
-            answer.end(scope, context, self._model)
+            answer.end(scope, context, context.served_model or self._model)
 
 
 class _AnswerSpan:

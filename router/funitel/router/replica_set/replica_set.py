@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 
-from funitel.proto.errors import FunitelError, ShardFailed, StartupError
-from funitel.proto.step import Capability
+from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
 from funitel.router.core.request import Adapter, Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.engine import Engine
@@ -23,9 +23,10 @@ from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.replica_set.failover import MAX_LOSSES, NO_REPLICA
 from funitel.router.replica_set.holding_queue import HoldingQueue
-from funitel.router.replica_set.load_balancer import choose_replica
-from funitel.router.replica_set.membership import Membership
-from funitel.router.replica_set.slot import ServingReplica, check_alike, smallest_limits
+from funitel.router.replica_set.load_balancer import LoadBalancer
+from funitel.router.replica_set.membership import NONE_LEFT, Membership
+from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, can_take_adapters, check_alike, smallest_limits
+from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.scheduler.admission import InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.capabilities import check_adapter, check_capabilities
@@ -39,10 +40,13 @@ class ReplicaSet(Membership[ServingReplica]):
     """`Inference` over the engines of the replicas of one model."""
 
     def __init__(self, members: Seq[ServingReplica], settings: RouterSettings, metrics: Metrics) -> None:
-        super().__init__(len(members), settings, metrics)
+        super().__init__(settings, metrics)
         self.limits = smallest_limits([member.engine.limits for member in members])
-        self._infos = tuple(info for member in members for info in member.shards.infos)
-        self._holding = HoldingQueue(metrics.child(0), members[0].slot.admission)
+        self._first = members[0].slot.address
+        self._info = members[0].shards.infos[-1]  # facts that all replicas share
+        self.takes_adapters = can_take_adapters(self._info)
+        self._holding = HoldingQueue(metrics.child(), members[0].slot.admission)
+        self._balancer = LoadBalancer([])
         self._reservations = Reservations()
         self.paused = PausedRequests(
             lambda: (holder.requests for holder in self._holders()), self._unpause, self._can_resume, metrics
@@ -53,17 +57,18 @@ class ReplicaSet(Membership[ServingReplica]):
         self._pinned: dict[str, Adapter] = {}  # by id
         metrics.set_limits(self.limits)
         for member in members:
-            self._add(member)
+            self._enter(member)
 
     @property
     def compute_type(self) -> str:
         """Shards of all replicas and device, such as "4-cpu"."""
-        return f"{len(self._infos)}-{self._infos[0].device_type}"
+        return f"{sum(slot.num_ranks for slot in self._slots.values())}-{self._info.device_type}"
 
     @property
     def views(self) -> dict[int, EngineView]:
-        """What the state of each replica that serves is read from, by its index."""
-        return {member.slot.index: view for member in self._serving for view in member.engine.views.values()}
+        """What the state of each replica that serves or drains is read from, by its id."""
+        members = (*self._serving, *self._leaving)
+        return {member.slot.replica_id: view for member in members for view in member.engine.views.values()}
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request with the replica that suits it best; siblings, submitted in a row, stay together.
@@ -72,18 +77,22 @@ class ReplicaSet(Membership[ServingReplica]):
             InvalidRequest: the shards would ignore a part of it.
             Overloaded: there is no place for it, or it would wait longer than its deadline.
             DeadlineExceeded: its deadline has passed.
-            NotReady: the router is draining.
+            NotReady: the router is draining, or the last replica was taken away.
             ShardFailed: every replica is lost, for good or for too long.
         """
-        check_capabilities(request.sampling, self._infos[0].capabilities)
+        check_capabilities(request.sampling, self._info.capabilities)
         check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
         sequence = self._sequence_of(request)
         if not self._serving:
             return self._holding.requests.admit(sequence, self._in_flight(request.key))
-        member = self._replica_of_sibling(request) or self._choose(sequence)
+        sibling = self._replica_of_sibling(request)
+        member = sibling or self._choose(sequence)
         self._newest = request, member
-        return member.engine.requests.admit(sequence, self._in_flight(request.key))
+        stream = member.engine.requests.admit(sequence, self._in_flight(request.key))
+        if sibling is None and self._balancer.is_weighted:
+            self._balancer.count(self._serving.index(member))
+        return stream
 
     def check_room(self, incoming: Request) -> None:
         """Ask admission about a request before its prompt is known; raises as `submit`, except InvalidRequest."""
@@ -101,9 +110,19 @@ class ReplicaSet(Membership[ServingReplica]):
     def _table_for(self, sequence: Sequence) -> RequestTable:
         return (self._choose(sequence).engine if self._serving else self._holding).requests
 
+    def _adopt(self, sequence: Sequence, stream: TokenStream) -> None:
+        """Let a sequence that was elsewhere go on with the replica that suits it best, or wait for one."""
+        if not self._serving:
+            self._holding.requests.adopt(sequence, stream)
+            return
+        member = self._choose(sequence)
+        if self._balancer.is_weighted:
+            self._balancer.count(self._serving.index(member))
+        member.engine.requests.adopt(sequence, stream)
+
     def _sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request that comes now."""
-        num_opening = self._infos[0].num_opening_tokens
+        num_opening = self._info.num_opening_tokens
         known = list(request.output_ids)
         return Sequence(next(self._new_ids), request, known, num_opening=num_opening, arrived=time.monotonic())
 
@@ -120,8 +139,8 @@ class ReplicaSet(Membership[ServingReplica]):
 
     def _unpause(self, sequence: Sequence, stream: TokenStream) -> None:
         """Let a paused sequence go on with the replica that suits it best, or wait for one."""
-        if self._return_timeout.is_over:
-            stream.deliver(ShardFailed(NO_REPLICA))
+        if self._return_timeout.is_over or self._refuses:
+            stream.deliver(NotReady(NONE_LEFT) if self._refuses else ShardFailed(NO_REPLICA))
             return
         sequence.id = next(self._new_ids)
         self._resume(sequence, stream)
@@ -136,12 +155,14 @@ class ReplicaSet(Membership[ServingReplica]):
     def _choose(self, sequence: Sequence) -> ServingReplica:
         if len(self._serving) == 1:
             return self._serving[0]
-        return self._serving[choose_replica([member.engine.load_for(sequence) for member in self._serving])]
+        loads = [member.engine.load_for(sequence) for member in self._serving]
+        return self._serving[self._balancer.choose(loads)]
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether adapters can be loaded."""
-        return all(info.max_lora_rank and Capability.ADAPTERS in info.capabilities for info in self._infos)
+    def _on_change(self) -> None:
+        self._balancer = LoadBalancer([member.slot.weight for member in self._serving])
+
+    def _counts(self, member: ServingReplica) -> tuple[int, int]:
+        return member.engine.num_waiting, member.engine.num_running
 
     async def load_adapter(self, adapter: Adapter, *, is_pinned: bool = False) -> None:
         """Load an adapter on every replica that serves, and a pinned one on those that come back.
@@ -175,7 +196,7 @@ class ReplicaSet(Membership[ServingReplica]):
         """Unload an adapter everywhere once no request uses it or waits for it."""
         self._loaded.discard(adapter.id)
         self._pinned.pop(adapter.id, None)
-        for member in self._serving:
+        for member in (*self._serving, *self._leaving):
             member.engine.retire_adapter(adapter)
 
     async def _load_pinned(self, engine: Engine) -> None:
@@ -198,7 +219,29 @@ class ReplicaSet(Membership[ServingReplica]):
         await self._close_members()
 
     def _holders(self) -> list[HoldingQueue | Engine]:
-        return [self._holding, *(member.engine for member in self._serving)]
+        return [self._holding, *(member.engine for member in (*self._serving, *self._leaving))]
+
+    # Leaving --------------------------------------------------------------------------------------------------------
+
+    def _on_drain(self, member: ServingReplica) -> str:
+        """Move what waits at a replica that drains, oldest first; where nothing can take it, it ends there."""
+        waiting = [] if self._refuses else member.engine.evacuate_waiting()
+        if not self._serving:
+            self._hold(member)
+        for sequence, stream in waiting:
+            self._adopt(sequence, stream)
+        if self._serving:
+            self._metrics.count_moved(len(waiting))
+        num_moved, num_held = (len(waiting), 0) if self._serving else (0, len(waiting))
+        return f"requests moved={num_moved} waiting={num_held} running={len(member.engine.requests)}"
+
+    async def _drained(self, member: ServingReplica) -> None:
+        await member.engine.requests.drained()
+
+    def _hold(self, last: ServingReplica) -> None:
+        """Begin to hold requests, by the bounds and estimates of the replica that served last."""
+        if not self._holding.requests:
+            self._holding = HoldingQueue(self._metrics.child(), last.slot.admission)
 
     # Losses ---------------------------------------------------------------------------------------------------------
 
@@ -206,7 +249,7 @@ class ReplicaSet(Membership[ServingReplica]):
         """Move the requests of a lost replica to the others, oldest first, or let them wait for one to come back."""
         evacuated = member.engine.evacuate()
         if not self._serving:
-            self._holding = HoldingQueue(self._metrics.child(0), member.slot.admission)
+            self._hold(member)
         num_kept = sum(self._move(sequence, stream, member, error) for sequence, stream in evacuated)
         num_moved, num_waiting = (num_kept, 0) if self._serving else (0, num_kept)
         return f"requests moved={num_moved} waiting={num_waiting} failed={len(evacuated) - num_kept}"
@@ -214,15 +257,33 @@ class ReplicaSet(Membership[ServingReplica]):
     def _move(self, sequence: Sequence, stream: TokenStream, lost: ServingReplica, error: FunitelError) -> bool:
         """Let a sequence go on with another replica, or wait for one; one that cannot gets the error."""
         can_go_on = not sequence.output_ids or lost.engine.can_resume
+        if self._refuses:
+            stream.deliver(NotReady(NONE_LEFT))
+            return False
         if self._return_timeout.is_over or sequence.num_losses >= MAX_LOSSES or not can_go_on:
             stream.deliver(error)
             return False
-        self._table_for(sequence).adopt(sequence, stream)
+        self._adopt(sequence, stream)
         if self._serving:
             self._metrics.count_moved()
         return True
 
-    # Returns --------------------------------------------------------------------------------------------------------
+    # Joining and returns --------------------------------------------------------------------------------------------
+
+    async def _join(self, place: ReplicaAddress, shards: Shards) -> ServingReplica:
+        """Start an engine over the shards of a new replica.
+
+        Raises:
+            StartupError: they differ from those of other replicas, or take shorter requests.
+            ShardFailed: they are lost already.
+        """
+        slot = ReplicaSlot.of(place, shards, self._settings, self._metrics)
+        with ExitStack() as undo:
+            undo.callback(slot.metrics.remove)
+            member = await self._start(slot, shards)
+            undo.pop_all()
+        self.limits = smallest_limits([self.limits, member.engine.limits])
+        return member
 
     async def _rejoin(self, lost: ServingReplica, shards: Shards) -> ServingReplica:
         """Start an engine over shards that answer again.
@@ -231,8 +292,10 @@ class ReplicaSet(Membership[ServingReplica]):
             StartupError: they are not as they were.
             ShardFailed: they are lost already.
         """
-        slot = lost.slot
-        check_alike([self._addresses[0], self._addresses[slot.index]], [self._infos[0], shards.infos[-1]])
+        return await self._start(lost.slot, shards)
+
+    async def _start(self, slot: ReplicaSlot, shards: Shards) -> ServingReplica:
+        check_alike([self._first, slot.address], [self._info, shards.infos[-1]])
         member = await slot.start(shards, self._settings)
         limits, least = self.limits, smallest_limits([self.limits, member.engine.limits])
         if (least.max_input_tokens, least.max_total_tokens) == (limits.max_input_tokens, limits.max_total_tokens):
@@ -242,7 +305,7 @@ class ReplicaSet(Membership[ServingReplica]):
             slot.metrics.retire()
             await member.engine.close()
             raise StartupError(words)
-        logger.warning("replica %d came back smaller: %s", slot.index, words)  # which is better than none
+        logger.warning("replica %d is smaller: %s", slot.replica_id, words)  # which is better than none
         self.limits = least
         return member
 
@@ -256,7 +319,7 @@ class ReplicaSet(Membership[ServingReplica]):
         return f"requests resumed={num_resumed} failed={len(waiting) - num_resumed}"
 
     def _resume(self, sequence: Sequence, stream: TokenStream) -> bool:
-        """Let a sequence go on with a replica that has come back, if it is large enough."""
+        """Let a sequence go on with a replica that has come, if it is large enough."""
         allowed = self.limits.max_total_tokens
         length = sequence.num_prompt + sequence.request.stopping.max_new_tokens
         if length > allowed:
@@ -264,5 +327,5 @@ class ReplicaSet(Membership[ServingReplica]):
                 ShardFailed(f"the replica came back smaller: it may have {allowed} tokens, it wants {length}")
             )
             return False
-        self._table_for(sequence).adopt(sequence, stream)
+        self._adopt(sequence, stream)
         return True

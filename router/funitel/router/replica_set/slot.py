@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from funitel.proto.errors import StartupError
-from funitel.proto.step import ShardInfo
+from funitel.proto.step import Capability, ShardInfo
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.warmup import admission_of, start
-from funitel.router.replica_set.membership import Member, Slot
+from funitel.router.replica_set.table import Member, ReplicaAddress, Slot
 from funitel.router.scheduler.admission import Admission
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
@@ -35,13 +35,27 @@ _ALIKE = (
 class ReplicaSlot(Slot):
     """What stays of a replica when it is lost: its metrics, and what admission has learnt there."""
 
-    metrics: Metrics
     admission: Admission
 
     @classmethod
-    def of(cls, index: int, metrics: Metrics, settings: RouterSettings) -> "ReplicaSlot":
-        """Make a slot in which no replica serves yet."""
-        return cls(index=index, metrics=metrics, admission=admission_of(settings))
+    def of(cls, place: ReplicaAddress, shards: Shards, settings: RouterSettings, metrics: Metrics) -> "ReplicaSlot":
+        """Make a slot in which no replica serves yet.
+
+        Args:
+            place: id, address and weight.
+            shards: what answers there.
+            settings: the router's.
+            metrics: those of the model.
+        """
+        num_ranks = len(shards.infos)
+        return cls(
+            replica_id=place.replica_id,
+            address=place.address,
+            weight=place.weight,
+            num_ranks=num_ranks,
+            metrics=metrics.child(place.replica_id, num_ranks),
+            admission=admission_of(settings),
+        )
 
     async def start(self, shards: Shards, settings: RouterSettings) -> "ServingReplica":
         """Warm shards up and start an engine over them.
@@ -55,11 +69,6 @@ class ReplicaSlot(Slot):
             engine = await start(shards, settings, self.metrics, self.admission)
             undo.pop_all()
         return ServingReplica(slot=self, shards=shards, engine=engine)
-
-    def note_loss(self, since: float) -> None:
-        """Note that a replica is lost that served here `since` an instant of the monotonic clock."""
-        self.metrics.retire()
-        Slot.note_loss(self, since)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -89,6 +98,11 @@ def smallest_limits(limits: Seq[Limits]) -> Limits:
         max_beams=min(each.max_beams for each in limits),
         eos_token_ids=limits[0].eos_token_ids,
     )
+
+
+def can_take_adapters(info: ShardInfo) -> bool:
+    """Whether shards can load adapters."""
+    return bool(info.max_lora_rank) and Capability.ADAPTERS in info.capabilities
 
 
 def check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:

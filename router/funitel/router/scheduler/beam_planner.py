@@ -40,6 +40,7 @@ class BeamPlanner:
     ) -> None:
         self._blocks = blocks
         self._shares = shares
+        self._running = running
         self._searching = running.searching
         self._prefill = prefill
         self._checkpoints = checkpoints
@@ -61,14 +62,14 @@ class BeamPlanner:
     def plan(self, load: StepLoad, held: Container[int] = ()) -> BeamStep | None:
         """Let every search that waits for no result take its next step, which is added to `load`; None without any.
 
-        Those of the ids in `held` sit it out.
+        Those of the ids in `held`, and of other micro-batches than the one that is planned, sit it out.
         """
         starts: list[SequenceStart] = []
         copies: list[BlockCopy] = []
         rows: list[tuple[Sequence, tuple[int, ...]]] = []
         for sequence in self._searching.values():
             group = _group(sequence)
-            if group.rows or sequence.id in held:
+            if group.rows or sequence.id in held or sequence.micro_batch != self._running.micro_batch:
                 continue
             begun = self._starts(sequence, group, copies)
             starts += begun

@@ -34,7 +34,15 @@ class DecodePart:
 class RunningSet:
     """Sequences by id, oldest first, with their blocks."""
 
-    def __init__(self, blocks: BlockPool, shares: FairShares, checkpoints: StateCheckpoints | None) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        shares: FairShares,
+        checkpoints: StateCheckpoints | None,
+        num_micro_batches: int = 1,
+    ) -> None:
+        self.micro_batch = 0  # the one that is planned
+        self.sizes = [0] * num_micro_batches  # sequences of each
         self.by_id: dict[int, Sequence] = {}
         self.searching: dict[int, Sequence] = {}  # with beams, which are rows in its place
         self._blocks = blocks
@@ -50,7 +58,9 @@ class RunningSet:
         return self._not_plain
 
     def enter(self, sequence: Sequence) -> None:
-        """Let a sequence run that has got its blocks."""
+        """Let a sequence run that has got its blocks, in the micro-batch that is planned."""
+        sequence.micro_batch = self.micro_batch
+        self.sizes[self.micro_batch] += 1
         self.by_id[sequence.id] = sequence
         self.num_speculating += sequence.request.speculate > 0
         self.mark_not_plain(sequence)
@@ -64,6 +74,7 @@ class RunningSet:
         """Take out a sequence, if it runs, and free its blocks; whether it did."""
         if self.by_id.pop(sequence.id, None) is None:
             return False
+        self.sizes[sequence.micro_batch] -= 1
         self.num_speculating -= sequence.request.speculate > 0
         self._not_plain.pop(sequence.id, None)
         self._blocks.free(sequence.blocks)
@@ -121,6 +132,8 @@ class RunningSet:
     def decode(self, max_background: int | None = None, *, num_reserved: int = 0) -> DecodePart:
         """Let every decoding sequence compute a token in the next step, and grant all of them the blocks they need.
 
+        Where micro-batches take turns, those of the one that is planned.
+
         One that ends with a step in flight computes nothing. Of batches the oldest compute, so many rows or one
         sequence; others are held. Drafts leave `num_reserved` blocks free.
         """
@@ -128,7 +141,10 @@ class RunningSet:
         computed = part.computed
         num_plain = context = num_background = 0
         charged: Counter[bytes] = Counter()
+        micro_batch, is_only = self.micro_batch, len(self.sizes) == 1
         for i, sequence in self.by_id.items():
+            if not is_only and sequence.micro_batch != micro_batch:
+                continue
             if max_background is not None and is_background(sequence.request.key):
                 is_first, num_background = not num_background, num_background + sequence.num_rows
                 if not max_background or (num_background > max_background and not is_first):

@@ -19,6 +19,8 @@ class SchedulerPolicy:
     is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
+    num_micro_batches: int = 1  # that take turns, one for each pipeline stage of the shards
+    max_steps_each: int = 2  # of a micro-batch in flight, where there are several
     target_gap_seconds: float | None = None  # maximum between a running stream's tokens; some plain steps if None
 
 
@@ -53,6 +55,7 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()  # between the pool and the host tier, before anything is computed
     predicted_seconds: float = 0.0  # 0 where nothing was learnt yet
     beams: BeamStep | None = None
+    micro_batch: int = 0  # of which the rows are
 
     @property
     def method(self) -> str:

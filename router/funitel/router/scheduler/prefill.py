@@ -128,7 +128,15 @@ class PrefillPlanner:
         whole = min(sequence.num_known - len(prefix) * self._block_size, self._policy.max_batch_prefill_tokens)
         if count < (1 if self._policy.is_chunked else whole):
             return False
+        if not self._has_place():
+            return False
         return self.has_slots(num_rows(sequence)) and self.has_blocks(self.needed_blocks(sequence, prefix), prefix)
+
+    def _has_place(self) -> bool:
+        """Whether the micro-batch that is planned may have another sequence: each is to have as many as the others."""
+        running = self._running
+        num_sequences = len(running.by_id) + len(self._waiting)
+        return running.sizes[running.micro_batch] < -(-num_sequences // len(running.sizes))
 
     def all_fit(self, sequences: Collection[Sequence]) -> bool:
         """Whether so many waiting sequences, and one more, may all run beside those that do."""

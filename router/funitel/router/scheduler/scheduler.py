@@ -10,6 +10,9 @@ promise (`Sequence.ahead`): the tokens they compute, one token for each sequence
 end for one that has all it may have. Results are committed in the order of the plans, and may exceed the promise: of a
 forced span the step that was planned meanwhile computes one token, and nothing of a sequence that has ended.
 
+Where the shards are pipeline stages, the running sequences are in as many micro-batches, of which each step has one: a
+stage computes the step of one while the next stage computes another's.
+
 Blocks of a sequence that leaves are free at once, though a step in flight may still write to them. They are granted to
 another by a later step only, which the shards execute later, and in which their old owner has no row. What can be found
 by its content is published only when committed, and is full: no step writes there any more.
@@ -54,7 +57,7 @@ class Scheduler:
         self._checkpoints: StateCheckpoints | None = None  # of models with recurrent layers
         if blocks.states is not None:
             self._checkpoints = StateCheckpoints(blocks.states, blocks.block_size, has_cache=policy.has_prefix_cache)
-        self._running = RunningSet(blocks, self.shares, self._checkpoints)
+        self._running = RunningSet(blocks, self.shares, self._checkpoints, policy.num_micro_batches)
         self.running = self._running.by_id  # oldest first
         self.bisector = FaultBisector(may_shrink=policy.is_chunked)
         self._prefill = PrefillPlanner(
@@ -124,14 +127,21 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
-        busy = self.shares.num_busy
-        # What is in flight comes first where a sequence is to leave. With batches alone nothing is planned ahead, so
-        # that another request waits for one step.
-        if self._in_flight and ((busy[True] and not busy[False]) or self._victim() is not None):
+        # What is in flight comes first where a sequence is to leave.
+        if self._in_flight and self._victim() is not None:
             return None
-        if not self.policy.is_chunked:
-            return self._schedule_unchunked()
-        return self._mixed_step(may_enter=True)
+        busy, count = self.shares.num_busy, self.policy.num_micro_batches
+        # With batches alone nothing is planned ahead, so that another request waits for one step.
+        most = 1 if busy[True] and not busy[False] else self.policy.max_steps_each if count > 1 else inf
+        turn = self._running.micro_batch + 1  # micro-batches take turns
+        for micro_batch in (each % count for each in range(turn, turn + count)):
+            if sum(plan.micro_batch == micro_batch for plan in self._in_flight) >= most:
+                continue
+            self._running.micro_batch = micro_batch
+            plan = self._mixed_step(may_enter=True) if self.policy.is_chunked else self._schedule_unchunked()
+            if plan is not None:
+                return plan
+        return None
 
     def _mixed_step(self, *, may_enter: bool, may_hold: bool = True) -> StepPlan | None:
         """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
@@ -249,7 +259,8 @@ class Scheduler:
         predicted = self.step_time.seconds(load)
         self.background.num_quiet_steps = 0 if self.shares.num_busy[False] else self.background.num_quiet_steps + 1
         copies = self.blocks.host.take_copies() if self.blocks.host.num_slots else ()
-        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted, beams)
+        micro_batch = self._running.micro_batch
+        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted, beams, micro_batch)
         self._in_flight.append(plan)
         running = self.running
         for sequence_id, count in computed.items():

@@ -15,6 +15,7 @@ from funitel.router.middleware.auth import account_of, is_background_request, ow
 from funitel.router.scheduler.admission import Reservation
 
 ARRIVAL = "funitel.arrival"  # in a request's scope, once it has a reservation
+ARRIVED = "funitel.arrived"  # in a scope: the instant at which a request came that had to wait for its model
 TIMEOUT, PRIORITY = "x-request-timeout", "x-request-priority"
 MAX_TIMEOUT_SECONDS = 86_400.0
 
@@ -52,7 +53,7 @@ class Arrival:
         Raises:
             InvalidRequest: a header is not what it must be.
         """
-        now = time.monotonic()
+        now = http.scope.get(ARRIVED) or time.monotonic()
         timeout = _timeout(http.headers.get(TIMEOUT))
         return cls(
             now,

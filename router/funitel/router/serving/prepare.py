@@ -18,6 +18,7 @@ from funitel.router.serving.validation import (
     check_prompt_ids,
     check_prompt_length,
     check_token_ids,
+    with_default_stops,
     with_truncation,
 )
 from funitel.router.text.control_text import Spans
@@ -168,6 +169,7 @@ async def _checked(
         sampling = without_sampling(sampling)
     check_parameters(sampling, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(sampling, tokenizer.num_tokens)
+    sampling = with_default_stops(sampling, service.settings)
     language = sampling.target_language
     first_token = None if language is None else tokenizer.languages.token(language)
     input_ids = prompt.ids

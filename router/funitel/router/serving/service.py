@@ -6,11 +6,10 @@ Knows no HTTP. The engine is reached through the few names of `Inference`, so th
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
-from funitel.proto.settings.adapter_list import AdapterSource
 from funitel.proto.settings.fields import require
 from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
@@ -30,6 +29,7 @@ from funitel.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+NO_MODEL = "this server has no model of its own: name one that is launched"
 
 # Makes the engine, and scales the metrics to its limits.
 Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference | EncoderEngine]]
@@ -45,10 +45,10 @@ class Service:
         self.version = version()
         self.recommended = RecommendedSampling()
         self.facts = ModelOrigin()
-        self.drain = Drain(self._resume_paused)
+        self.drain = Drain(self.resume_paused)
         self.running = RunningRequests()
         self.adapters = AdapterRegistry(settings, (self.model_id, settings.tokenizer_name, DEFAULT_MODEL))
-        self._stage = "starting: reading the tokenizer"
+        self._stage = NO_MODEL if settings.no_model else "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None
         self._grammars: GrammarChecker | None = None
@@ -124,11 +124,15 @@ class Service:
         if self.drain.has_begun:
             raise NotReady(SHUTTING_DOWN)
         try:
-            await (self._encoder or self.engine).health()
+            await self.check_shards()
         except NotReady:
             raise
         except FunitelError as error:
             raise NotReady(error.message) from error
+
+    async def check_shards(self) -> None:
+        """Raise a FunitelError unless every shard answers."""
+        await (self._encoder or self.engine).health()
 
     async def start(self, connect: Connect, on_failure: Callable[[FunitelError], None]) -> None:
         """Read the tokenizer and connect to the shards; tell `on_failure` why it cannot."""
@@ -153,6 +157,8 @@ class Service:
             settings.tokenizer_config_path,
             settings.validation_workers,
         )
+        largest, num_tokens = max(settings.default_stop_token_ids or (0,)), self._tokenizer.num_tokens
+        require(largest < num_tokens, f"--default-stop-token-ids must be within 0..{num_tokens - 1}, given {largest}")
         self._warming = asyncio.create_task(self._tokenizer.warm_up())
         self._grammars = GrammarChecker(folder / "tokenizer.json", has_several_keys=settings.has_several_keys)
         self.recommended = read_recommended(folder)
@@ -161,14 +167,19 @@ class Service:
         self._stage = "starting: waiting for the model shards"
         engine = await connect(settings, self.metrics)
         limits = engine.limits
-        if isinstance(engine, EncoderEngine):
-            self._encoder = await asyncio.to_thread(EncoderService.load, engine, folder, self._tokenizer.pool, settings)
-            words = f"encoder for {self._encoder.words}"
-            require(not located, f"--lora-adapters is for models that generate text, this is an {words}")
-        else:
-            await self._load_adapters(engine, located)
-            self._engine = engine
-            words = str(self.recommended)
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(engine.close)
+            if isinstance(engine, EncoderEngine):
+                encoder = await asyncio.to_thread(EncoderService.load, engine, folder, self._tokenizer.pool, settings)
+                words = f"encoder for {encoder.words}"
+                require(not located, f"--lora-adapters is for models that generate text, this is an {words}")
+                self._encoder = encoder
+            else:
+                self._stage = "starting: loading adapters"
+                await self.adapters.load_listed(engine, located)
+                self._engine = engine
+                words = str(self.recommended)
+            undo.pop_all()
         logger.info(
             "ready model=%s %s max_input_tokens=%d max_total_tokens=%d",
             self.model_id,
@@ -177,20 +188,11 @@ class Service:
             limits.max_total_tokens,
         )
 
-    async def _load_adapters(self, engine: Inference, located: list[tuple[AdapterSource, Path]]) -> None:
-        """Load the adapters that the settings list; closes the engine where one cannot be served."""
-        self._stage = "starting: loading adapters"
-        try:
-            await self.adapters.load_listed(engine, located)
-        except FunitelError:
-            await engine.close()
-            raise
-
     def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
         self._stage = f"failed to start: {error.message}"
         on_failure(error)
 
-    def _resume_paused(self) -> None:
+    def resume_paused(self) -> None:
         """Let paused requests go on, which no client could resume while the server drains, and pause none any more."""
         if self._engine is not None:
             self._engine.paused.close()

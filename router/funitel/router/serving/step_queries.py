@@ -228,15 +228,16 @@ class StepSessions:
     """The queries of all API keys. Those that no call has used for `IDLE_SECONDS` are removed. Event loop only."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, StepSession] = {}
+        self._sessions: dict[tuple[bytes, str], StepSession] = {}
 
-    def of(self, owner: bytes) -> StepSession:
-        """The queries of an owner: the hash of its key, or empty where no key is asked for."""
+    def of(self, owner: bytes, model: str = "") -> StepSession:
+        """The queries of an owner with a model: the hash of its key, or empty where no key is asked for."""
+        place = owner, model
         since = time.monotonic() - IDLE_SECONDS
         for known, session in list(self._sessions.items()):
             if session.lock.locked():
                 continue
             session.queries.remove_unused(since)
-            if known != owner and not len(session.queries):
+            if known != place and not len(session.queries):
                 del self._sessions[known]
-        return self._sessions.setdefault(owner, StepSession())
+        return self._sessions.setdefault(place, StepSession())

@@ -209,6 +209,17 @@ def check_prompt_length(num_input_tokens: int, max_new_tokens: int | None, limit
         )
 
 
+def with_default_stops(sampling: SamplingRequest, settings: RouterSettings) -> SamplingRequest:
+    """The same, which also ends where every completion of this model does, unless nothing but its length ends it."""
+    if sampling.ignore_eos or not (settings.default_stop or settings.default_stop_token_ids):
+        return sampling
+    return replace(
+        sampling,
+        stop=(*sampling.stop, *(text for text in settings.default_stop if text not in sampling.stop)),
+        stop_token_ids=(*sampling.stop_token_ids, *(settings.default_stop_token_ids or ())),
+    )
+
+
 def build_request(
     sampling: SamplingRequest,
     inputs: str,

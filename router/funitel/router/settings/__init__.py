@@ -10,6 +10,7 @@ from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
 from funitel.proto.settings.listen_address import EVERY_ADDRESS, LOOPBACK, is_loopback
+from funitel.proto.settings.options import Counts
 from funitel.proto.settings.variables import PREFIX, STRAY_KEY, variable_of_value
 
 TOOL_CALL_PARSERS = (
@@ -67,6 +68,19 @@ class RouterSettings:
         "lost replicas are not reconnected.",
         bounds=NOT_NEGATIVE,
     )
+    control_socket: str | None = setting(
+        None,
+        "Unix socket of the control plane, which says what models are served beside the one of --tokenizer-name.",
+        env=None,
+    )
+    no_model: bool = setting(
+        False, "Serve no model but those that the control plane of --control-socket names.", env=None
+    )
+    wait_for_load: float = setting(
+        600.0,
+        "Seconds that a request waits for its model to be loaded before it is answered with 503; 0 does not wait.",
+        bounds=Bounds(minimum=0, maximum=MAX_TIMEOUT_SECONDS),
+    )
     lora_adapters: AdapterList | None = setting(
         None,
         "Adapters to serve beside the model, comma-separated: a hub repository, name=owner/repo@revision or "
@@ -107,6 +121,12 @@ class RouterSettings:
     )
     max_best_of: int = setting(2, "Maximum of `best_of`, and of the beams of a search.", bounds=POSITIVE)
     max_stop_sequences: int = setting(4, "Maximum of stop sequences in a request.", bounds=NOT_NEGATIVE)
+    default_stop: tuple[str, ...] = setting(
+        (), "Text that ends every completion, repeatable; beside what a request asks for, and not with ignore_eos."
+    )
+    default_stop_token_ids: Counts | None = setting(
+        None, "Tokens that end every completion, such as 2,107; beside those of the model and of a request."
+    )
     max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens`.", bounds=NOT_NEGATIVE)
     max_logprobs: int = setting(
         20,
@@ -137,7 +157,7 @@ class RouterSettings:
     target_itl_ms: float | None = setting(
         None,
         "Target for the milliseconds between tokens of a running stream while prompts are computed; 2.5 times a step "
-        "without prompts when not given.",
+        "without prompts, or 40 if that is more, when not given.",
         bounds=Bounds(above=0, maximum=MAX_TARGET_ITL_MS),
     )
     target_ttft_ms: float | None = setting(
@@ -226,6 +246,17 @@ class RouterSettings:
         None,
         "File of API keys, one a line; requests must carry one of them. Reloaded when it changes; see docs/access.md.",
     )
+    max_wrong_keys: int = setting(
+        0,
+        "Wrong API keys of one address that ban it for --ban-seconds; 0: none does. Leave it off behind a proxy, whose "
+        "address all its clients share.",
+        bounds=NOT_NEGATIVE,
+    )
+    ban_seconds: float = setting(
+        300.0,
+        "Length of a ban by --max-wrong-keys in seconds, and the time in which wrong keys are counted together.",
+        bounds=TIMEOUT,
+    )
     share_prefixes: bool = setting(
         False, "Share cached prefixes between all API keys; by default only keys of one group share them."
     )
@@ -280,6 +311,12 @@ class RouterSettings:
     listen_fd: tuple[int, ...] = setting(
         (), "Descriptor of a listening socket, instead of opening --port; a second one for --prometheus-port.", env=None
     )
+    shutdown_delay: float = setting(
+        0.0,
+        "Seconds from SIGTERM in which requests are still taken, while `/health/ready` is 503 and every answer ends "
+        "its connection, so that balancers find out before a request is refused.",
+        bounds=Bounds(minimum=0, maximum=MAX_TIMEOUT_SECONDS),
+    )
     ready_fd: int | None = setting(
         None,
         "Descriptor to write to once the shards are ready; connections are accepted from then on only, unless "
@@ -316,9 +353,12 @@ class RouterSettings:
                 f"--replica-address {address} is the address of two replicas",
             )
         require(
-            self.shard_tls is None or any(url.startswith("tcp:") for url in (self.master_url, *self.replica_address)),
+            self.shard_tls is None
+            or self.control_socket is not None
+            or any(url.startswith("tcp:") for url in (self.master_url, *self.replica_address)),
             "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for shards on TCP, of which no address is given",
         )
+        require(not self.no_model or self.control_socket is not None, "--no-model needs --control-socket")
         check_prometheus_port(self.prometheus_port, self.port)
         check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
         require(

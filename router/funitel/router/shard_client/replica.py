@@ -113,7 +113,11 @@ class Replica:
         self.ranks = ranks
         self.infos = ranks.infos
         self.capabilities = frozenset.intersection(*(info.capabilities for info in ranks.infos))
+        self.num_stages = 1
+        if {Capability.STAGES, Capability.STEP_SEQ, Capability.ROW_UPDATES} <= self.capabilities:
+            self.num_stages = max(1, *(info.num_stages for info in ranks.infos))
         self._batches: list[CachedBatch] = []
+        self._micro_batches: dict[int, int] = {}  # of which the rows of each batch are, by its id
         self._next_batch_id = 0
         self._step_seq = 0
 
@@ -173,7 +177,7 @@ class Replica:
 
     def send(self, plan: StepPlan) -> SentStep:
         """Send one step to every rank, at once."""
-        cached = list(self._batches)
+        cached = [each for each in self._batches if self._micro_batches[each.id] == plan.micro_batch]
         starts, copies = plan.starts, plan.copies
         if plan.beams is not None:
             starts, copies = starts + plan.beams.starts, copies + plan.beams.copies
@@ -193,6 +197,7 @@ class Replica:
         request_ids += [start.request_id for start in starts]
         self._batches = [batch for batch in self._batches if batch not in cached]
         self._batches.append(CachedBatch(batch_id, tuple(request_ids)))
+        self._micro_batches = {batch.id: self._micro_batches.get(batch.id, plan.micro_batch) for batch in self._batches}
         return SentStep(batch_id, tuple(request_ids), results)
 
     def settle(self, step: SentStep, results: tuple[StepResult, ...]) -> StepAnswer:
@@ -210,15 +215,23 @@ class Replica:
         combined = StepResult(
             generations=tuple(g for result in reversed(results) for g in result.generations),
             batch=results[-1].batch,
-            forward_ns=slowest.forward_ns,
+            forward_ns=self._in_all_stages([result.forward_ns for result in results]),
             decode_ns=slowest.decode_ns,
-            total_ns=slowest.total_ns,
+            total_ns=self._in_all_stages([result.total_ns for result in results]),
             concat_ns=slowest.concat_ns,
             memories=next((result.memories for result in results if result.memories), ()),
             num_draft_tokens=slowest.num_draft_tokens,
             num_accepted_tokens=slowest.num_accepted_tokens,
         )
         return StepAnswer(combined, results, ended)
+
+    def _in_all_stages(self, spent_ns: Seq[int]) -> int:
+        """The time of the slowest rank of each stage, added up; `spent_ns` are those of all ranks."""
+        by_stage = [0] * self.num_stages
+        for info, spent in zip(self.infos, spent_ns, strict=True):
+            place = min(info.stage, self.num_stages - 1)
+            by_stage[place] = max(by_stage[place], spent)
+        return sum(by_stage)
 
     def _apply_kept(self, step: SentStep, kept: CachedBatch | None) -> frozenset[int]:
         """Forget rows that the ranks dropped with a step; return their request ids."""

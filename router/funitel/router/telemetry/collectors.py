@@ -27,6 +27,10 @@ class FastCounter(Collector):
         """Add; `series` are the values of the labels."""
         self._sums[series] = self._sums.get(series, 0.0) + amount
 
+    def remove(self, *series: str) -> None:
+        """Forget a series, if it is there."""
+        self._sums.pop(series, None)
+
     def collect(self) -> Iterable[Metric]:
         """Yield the samples."""
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)

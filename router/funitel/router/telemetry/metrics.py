@@ -7,7 +7,7 @@ one process do not share numbers.
 import asyncio
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 
 from prometheus_client import (
@@ -25,10 +25,13 @@ from funitel.router.core.request import Limits
 from funitel.router.core.stream import Timings
 from funitel.router.telemetry.adapter_metrics import AdapterMetrics
 from funitel.router.telemetry.collectors import FastCounter, FastHistogram, FastSummary
+from funitel.router.telemetry.model_states import ModelStates
+from funitel.router.telemetry.replica_metrics import RankNumbers, ReplicaMetrics, ReplicaNumbers
 from funitel.router.telemetry.roofline import Roofline
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # TGI's, 0.15 ms .. 146 s
+LOAD_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 UNKNOWN_LIMIT = 2048  # scale of the token histograms until the limits are measured
 
@@ -43,11 +46,25 @@ def _linear(top: int) -> tuple[float, ...]:
     return tuple(top * k / 100 for k in range(1, 101))
 
 
+def with_names_of_tgi(page: bytes) -> bytes:
+    """Return a page of metrics with the names that TGI's counters have there."""
+    return _TGI_COUNTER.sub(rb"\1", page)
+
+
+def _drop(gauge: Gauge, *labels: str) -> None:
+    """Forget a series of a gauge, if it is there."""
+    with suppress(KeyError):
+        gauge.remove(*labels)
+
+
 class Metrics:
     """Counters, gauges and histograms of one router. Not thread-safe: call it on the event loop."""
 
     _first_rank = 0  # ranks are numbered across replicas: those of a second replica of two shards are 2 and 3
+    _num_ranks = 0
     _parts: dict[Gauge, float] | None = None  # of each gauge, what one of several replicas adds to it
+    _of_replica: ReplicaNumbers | None = None  # those of the replica, where it is one's metrics
+    _is_removed = False
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -56,28 +73,60 @@ class Metrics:
         self._make_engine_metrics()
         self._make_token_histograms(UNKNOWN_LIMIT, UNKNOWN_LIMIT)
 
-    def child(self, first_rank: int) -> "Metrics":
-        """Return the metrics of one of several replicas: the same series, but each gauge is the sum of all children."""
+    def child(self, replica_id: int | None = None, num_ranks: int = 0) -> "Metrics":
+        """Return the metrics of one of several replicas: the same series, but each gauge is the sum of all children.
+
+        Args:
+            replica_id: of the replica, which has series of its own too; None for what is none.
+            num_ranks: of the replica; they get numbers that no rank of another one has.
+        """
         child = copy(self)
-        child._first_rank = first_rank
         child._parts = {}
+        if replica_id is not None:
+            child._first_rank, child._num_ranks = self._ranks.take(num_ranks), num_ranks
+            child._of_replica = self.replicas.add(replica_id)
         return child
 
     def retire(self) -> None:
         """Take the parts of this replica out of every gauge: it is lost."""
         for gauge in tuple(self._parts or ()):
             self._set(gauge, 0)
+        if self._of_replica is not None:
+            self._of_replica.retire()
+
+    def remove(self) -> None:
+        """Take every series of this replica and of its ranks away: it does not come back."""
+        if self._is_removed or self._of_replica is None:
+            return
+        self.retire()
+        self._is_removed = True
+        self.replicas.remove(self._of_replica)
+        self._ranks.give_back(self._first_rank, self._num_ranks)
+        for rank in map(str, range(self._first_rank, self._first_rank + self._num_ranks)):
+            for gauge in (self._weight_bytes, self._sharded_weight_bytes, self._kv_bytes):
+                _drop(gauge, rank)
+            _drop(self._memory, rank, "resident")
+            _drop(self._memory, rank, "peak")
+            self._forwards.remove(rank)
+            self.roofline.remove(int(rank))
 
     def _set(self, gauge: Gauge, value: float) -> None:
+        if self._is_removed:
+            return
         if self._parts is None:
             gauge.set(value)
             return
         gauge.inc(value - self._parts.get(gauge, 0))
         self._parts[gauge] = value
 
+    def _set_of_rank(self, gauge: Gauge, rank: int, value: float, *labels: str) -> None:
+        """Set what one rank of this replica has, unless it is removed: then its number may be another one's."""
+        if not self._is_removed:
+            self._set(gauge.labels(self._first_rank + rank, *labels), value)
+
     def exposition(self) -> bytes:
         """Render everything in Prometheus' text format."""
-        return _TGI_COUNTER.sub(rb"\1", generate_latest(self.registry))
+        return with_names_of_tgi(generate_latest(self.registry))
 
     # Requests
 
@@ -184,7 +233,7 @@ class Metrics:
         if all(result.batch is None and not result.generations for result in results):
             return  # planned before it was known that every sequence ends with the step before: nothing was computed
         self._steps.inc()
-        for rank, result in enumerate(results):
+        for rank, result in enumerate(results if not self._is_removed else ()):
             self._forwards.inc(result.num_forwards, str(self._first_rank + rank))
         self._forward_rows.observe(results[0].num_forward_rows)
         self._forward_tokens.inc(results[0].num_forward_tokens)
@@ -200,9 +249,13 @@ class Metrics:
     def observe_encoding(self, num_texts: int, num_tokens: int, seconds: float, forward_seconds: float) -> None:
         """Note one batch of an encoder that was answered: the time the call took, and the shard's own."""
         self._steps.inc()
-        self._forwards.inc(1, str(self._first_rank))
+        if not self._is_removed:
+            self._forwards.inc(1, str(self._first_rank))
         self._forward_rows.observe(num_texts)
         self._forward_tokens.inc(num_tokens)
+        if self._of_replica is not None:
+            self._of_replica.num_requests += num_texts
+            self._of_replica.prompt_tokens += num_tokens
         self._inference_success.inc(1, "encode")
         self._step_duration.observe(seconds, "encode")
         self._forward_duration.observe(forward_seconds, "encode")
@@ -220,7 +273,8 @@ class Metrics:
 
     def observe_decode(self, context_tokens: int, results: Sequence[StepResult]) -> None:
         """Observe the bytes and the time of a step that only decoded."""
-        self.roofline.observe(self._first_rank, context_tokens, results)
+        if not self._is_removed:
+            self.roofline.observe(self._first_rank, context_tokens, results)
 
     # State
 
@@ -230,6 +284,8 @@ class Metrics:
         self._set(self._current_size, running)
         self._set(self._sequences.labels("waiting"), waiting)
         self._set(self._sequences.labels("running"), running)
+        if self._of_replica is not None:
+            self._of_replica.num_waiting, self._of_replica.num_running = waiting, running
 
     def set_batch_tokens(self, num_tokens: int) -> None:
         """Set how many tokens the running sequences may come to hold."""
@@ -240,6 +296,8 @@ class Metrics:
         self._set(self._blocks.labels("cached"), cached)
         self._set(self._blocks.labels("used"), used)
         self._set(self._blocks.labels("free"), free)
+        if self._of_replica is not None:
+            self._of_replica.used_blocks, self._of_replica.num_blocks = used, used + free
 
     def set_states(self, used: int, free: int, cached: int) -> None:
         """Set how many slots of recurrent states are used and free; and how many of the free ones are checkpoints."""
@@ -257,16 +315,17 @@ class Metrics:
 
     def set_weights(self, rank: int, num_bytes: int, sharded_bytes: int) -> None:
         """Set what a rank holds of the weights, and how much of that is split between ranks."""
-        self._set(self._weight_bytes.labels(self._first_rank + rank), num_bytes)
-        self._set(self._sharded_weight_bytes.labels(self._first_rank + rank), sharded_bytes)
+        self._set_of_rank(self._weight_bytes, rank, num_bytes)
+        self._set_of_rank(self._sharded_weight_bytes, rank, sharded_bytes)
 
     def set_kv(self, rank: int, num_bytes: int) -> None:
         """Set the size of a rank's KV pool."""
-        self._set(self._kv_bytes.labels(self._first_rank + rank), num_bytes)
+        self._set_of_rank(self._kv_bytes, rank, num_bytes)
 
     def set_reads(self, rank: int, weight_bytes: int, token_bytes: float) -> None:
         """Set what a decoding step of a rank reads: the weights, and so much for each token of a context."""
-        self.roofline.set_reads(self._first_rank + rank, weight_bytes, token_bytes)
+        if not self._is_removed:
+            self.roofline.set_reads(self._first_rank + rank, weight_bytes, token_bytes)
 
     def set_tasks(self, count: int) -> None:
         """Set how many tasks the router's event loop has."""
@@ -275,8 +334,8 @@ class Metrics:
     def set_memory(self, rank: int, memory: ShardMemory) -> None:
         """Set what a rank holds of its host's memory, if it says."""
         if memory.resident_bytes:
-            self._set(self._memory.labels(self._first_rank + rank, "resident"), memory.resident_bytes)
-            self._set(self._memory.labels(self._first_rank + rank, "peak"), memory.peak_bytes)
+            self._set_of_rank(self._memory, rank, memory.resident_bytes, "resident")
+            self._set_of_rank(self._memory, rank, memory.peak_bytes, "peak")
 
     def count_cancelled(self) -> None:
         """Count a cancelled sequence."""
@@ -286,19 +345,60 @@ class Metrics:
         """Count the tokens of a prompt, and of its cached prefix."""
         self._prefix_queried.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
+        if self._of_replica is not None:
+            self._of_replica.prompt_tokens += prompt_tokens
 
-    def set_replicas(self, serving: int, lost: int) -> None:
-        """Set how many replicas serve, and how many are lost."""
+    def count_given(self, num_sequences: int = 1) -> None:
+        """Count sequences that a replica was given, new ones and those of others."""
+        if self._of_replica is not None:
+            self._of_replica.num_requests += num_sequences
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Count tokens that a replica has generated."""
+        if self._of_replica is not None:
+            self._of_replica.generated_tokens += num_tokens
+
+    def count_loss(self) -> None:
+        """Count the loss of a replica."""
+        if self._of_replica is not None:
+            self._of_replica.num_losses += 1
+
+    def set_up(self) -> None:
+        """Note that a replica serves or drains; `retire` ends that."""
+        if self._of_replica is not None:
+            self._of_replica.is_up = True
+
+    def set_running_texts(self, count: int) -> None:
+        """Set how many texts a replica of an encoder encodes; the totals count requests."""
+        if self._of_replica is not None:
+            self._of_replica.num_running = count
+
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of a replica."""
+        if self._of_replica is not None:
+            self._of_replica.weight = weight
+
+    def set_replicas(self, serving: int, lost: int, draining: int = 0) -> None:
+        """Set how many replicas serve, are lost, and drain."""
         self._replicas.labels("serving").set(serving)
         self._replicas.labels("lost").set(lost)
+        self._replicas.labels("draining").set(draining)
+
+    def observe_attach(self, seconds: float) -> None:
+        """Note the time from the first attempt to connect to the shards of a replica until it served."""
+        self._attach_duration.observe(seconds)
+
+    def set_load_seconds(self, seconds: float) -> None:
+        """Set what the last load of the model took, from its launch until it served."""
+        self.replicas.load_seconds = seconds
 
     def count_return(self) -> None:
         """Count a lost replica that serves again."""
         self._returns.inc()
 
-    def count_moved(self) -> None:
-        """Count a sequence that was moved from a lost replica to another one."""
-        self._moved.inc()
+    def count_moved(self, num_sequences: int = 1) -> None:
+        """Count sequences that were moved from a replica that is lost or drains to another one."""
+        self._moved.inc(num_sequences)
 
     def set_queue(self, num_preempted: int, num_tokens: int) -> None:
         """Set how many of the waiting sequences wait to be resumed, and the prompt tokens of all that wait."""
@@ -413,7 +513,16 @@ class Metrics:
         self._cancelled = self._sum("funitel_cancelled", "Sequences cancelled.")
         self._replicas = self._gauge("funitel_replicas", "Replicas.", "state")
         self._returns = self._counter("funitel_replica_returns", "Replicas that served again after they were lost.")
-        self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
+        self._moved = self._counter("funitel_moved", "Sequences moved to another replica: theirs was lost or drains.")
+        self.replicas = ReplicaMetrics(self.registry)
+        self.models = ModelStates(self.registry)
+        self._ranks = RankNumbers()
+        self._attach_duration = FastHistogram(
+            "funitel_replica_attach_seconds",
+            "First attempt to connect to a replica until it served.",
+            LOAD_BUCKETS,
+            self.registry,
+        )
         self._waiting_preempted = self._gauge("funitel_queue_preempted", "Waiting sequences that are to be resumed.")
         self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")
         self._refused = self._counter("funitel_refused", "Sequences that found no place.", "reason")

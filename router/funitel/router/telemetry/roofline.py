@@ -42,6 +42,10 @@ class Roofline(Collector):
         known = self._ranks.setdefault(rank, _Rank())
         known.weight_bytes, known.token_bytes = weight_bytes, token_bytes
 
+    def remove(self, rank: int) -> None:
+        """Forget a rank, if it is known."""
+        self._ranks.pop(rank, None)
+
     def observe(self, first_rank: int, context_tokens: int, results: Sequence[StepResult]) -> None:
         """Observe a step that only decoded, for sequences of so many tokens in all."""
         for number, result in enumerate(results, first_rank):

@@ -1,7 +1,8 @@
 """The HTTP server as a process: it opens the port, takes signals, drains on SIGTERM and hands over on SIGUSR1.
 
-The port answers from the start: 503 until the shards are ready, and again once SIGTERM has come. Requests in flight may
-finish then; a second SIGTERM ends them with an error, a second SIGINT closes their connections.
+The port answers from the start: 503 until the shards are ready, and again once SIGTERM has come and `--shutdown-delay`
+has passed. Requests in flight may finish then; a second SIGTERM ends them with an error, a second SIGINT closes their
+connections.
 """
 
 import asyncio
@@ -43,10 +44,15 @@ TIME_IS_UP = "the server has shut down before this answer was whole"
 
 
 class Served(Protocol):
-    """The service behind the port, as far as the server needs it."""
+    """What is served behind the port, as far as the server needs it."""
 
-    drain: Drain
-    metrics: Metrics
+    @property
+    def drain(self) -> Drain:
+        """The drain of all requests."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Those of the router."""
 
     @property
     def is_started(self) -> bool:
@@ -56,7 +62,7 @@ class Served(Protocol):
         """End every request that runs or waits; clients get the error."""
 
 
-# Makes the application, with the service in its state: calls the first on a failed start, reloads the second.
+# Makes the application, with the models in its state: calls the first on a failed start, reloads the second.
 Build = Callable[[Callable[[FunitelError], None], Sequence[Reloadable]], Starlette]
 
 
@@ -66,7 +72,8 @@ class Server(uvicorn.Server):
     def __init__(self, settings: RouterSettings, build: Build, max_connections: int) -> None:
         https = Https.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         app = build(self.fail, [] if https is None else [https])
-        self._service: Served = app.state.service
+        self._service: Served = app.state.models
+        self._shutdown_delay_seconds = settings.shutdown_delay
         self._drain_timeout_seconds = inf
         self._is_told_to_stop = False
         self._hands_over = False
@@ -141,6 +148,8 @@ class Server(uvicorn.Server):
         await super().main_loop()
         if self._hands_over:
             await self._serve_open_connections()
+        elif self.failure is None and self._service.is_started:
+            await self._serve_unready()
         if self.failure is None:
             await self._drain()
 
@@ -156,6 +165,16 @@ class Server(uvicorn.Server):
             last_busy = now if drain.num_running else last_busy
             if now - last_busy > IDLE_SECONDS:
                 return
+            await self.on_tick(0)
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _serve_unready(self) -> None:
+        """Serve on for the shutdown delay, in which balancers and clients find out; a second signal ends it."""
+        end = time.monotonic() + self._shutdown_delay_seconds
+        if self._shutdown_delay_seconds:
+            self._service.drain.announce()
+            logger.info("not ready: requests are taken for %g s yet", self._shutdown_delay_seconds)
+        while time.monotonic() < end and self._drain_timeout_seconds == inf and not self.force_exit:
             await self.on_tick(0)
             await asyncio.sleep(TICK_SECONDS)
 

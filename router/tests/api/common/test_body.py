@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from fakes import FakeEngine, Serve
 from starlette.types import Receive, Scope, Send
 
+from funitel.router.api.common import body as body_module
 from funitel.router.middleware.route_gate import RouteGate
 
 NATIVE = ("/", "/generate", "/generate_stream", "/tokenize")
@@ -282,14 +284,22 @@ async def test_a1_many_token_ids_are_few_values(client: httpx.AsyncClient) -> No
     assert "Given: 100000 `prompt` tokens" in answer.text
 
 
-async def test_a1_the_loop_goes_on_while_many_values_are_checked(client: httpx.AsyncClient) -> None:
+async def test_a1_the_loop_goes_on_while_many_values_are_checked(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_checking, goes_on = threading.Event(), threading.Event()
+    validated = body_module._validated
+
+    def held(*given: Any) -> Any:
+        is_checking.set()
+        assert goes_on.wait(20), "the loop stands still"
+        return validated(*given)
+
+    monkeypatch.setattr(body_module, "_validated", held)
     body = {"messages": [{"role": "user", "content": "a"}] * 5000, "max_tokens": 1}
     work = asyncio.create_task(client.post(CHAT, json=body))
-    num_turns = 0
-    while not work.done():
-        await asyncio.sleep(0.001)
-        num_turns += 1
-    assert num_turns > 3
+    assert await asyncio.to_thread(is_checking.wait, 20)
+    goes_on.set()
     assert (await work).status_code == 422
 
 

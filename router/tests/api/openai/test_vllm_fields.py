@@ -1,14 +1,19 @@
 """vLLM's fields of chats and completions reach the engine, and shape the text alike in streams and whole answers."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fakes import FakeEngine, Serve
 
+from funitel.proto.errors import FunitelError
+from funitel.proto.settings.options import Counts
 from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, Tokens
 from funitel.router.chat.transcript import Transcript
+from funitel.router.serving.service import Service
+from funitel.router.settings import RouterSettings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -237,3 +242,28 @@ async def test_b6_typical_p(client: httpx.AsyncClient, engine: FakeEngine, path:
         await text_of(client, path, typical_p=typical_p, temperature=temperature)
         assert engine.requests[-1].sampling.typical_p == expected
         assert engine.requests[-1].sampling.is_sampled is (temperature != 0)
+
+
+# What ends every completion of a model
+
+
+@BOTH
+async def test_every_completion_ends_at_the_defaults_of_the_model(serve: Serve, engine: FakeEngine, path: str) -> None:
+    async with serve(engine, default_stop=("wor", "zzz"), default_stop_token_ids=Counts("5,6")) as client:
+        assert (await text_of(client, path, stop=["zzz"])).endswith("Hello ")
+        asked = engine.requests[-1]
+        assert asked.stopping.stop_sequences == ("zzz", "wor")
+        assert asked.sampling.stop_token_ids == (5, 6)
+        await text_of(client, path, ignore_eos=True)
+        asked = engine.requests[-1]
+        assert (asked.stopping.stop_sequences, asked.sampling.stop_token_ids) == ((), ())
+        limit = {"stop": ["a", "b", "c", "d"]}  # the defaults do not count
+        assert (await client.post(path, json=BODIES[path] | limit)).status_code == 200
+
+
+async def test_a_default_stop_token_is_one_of_the_model(model: Path, engine: FakeEngine) -> None:
+    failures: list[FunitelError] = []
+    service = Service(RouterSettings(tokenizer_name=str(model), default_stop_token_ids=Counts("2000000")))
+    await service.start(engine.connect, failures.append)
+    await service.close()
+    assert "--default-stop-token-ids must be within 0.." in failures[0].message

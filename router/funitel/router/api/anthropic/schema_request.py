@@ -246,7 +246,7 @@ class Metadata(Body):
 class CountTokensRequest(Body):
     """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
-    model: ModelName = Field(description="Any name; echoed in the answer.")
+    model: ModelName = Field(description="Name of the model, any where there is one; echoed in the answer.")
     messages: list[InputMessage] = Field(min_length=1)
     system: TextBlocks | None = None
     tools: list[Annotated[Annotated[Tool, Tag("<custom>")], by_type("custom", default="custom")]] | None = None

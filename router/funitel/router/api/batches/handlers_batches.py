@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NotFound
 from funitel.proto.printable import shortened
-from funitel.router.api.batches.common import batches_of, owner_of, page_of, query_of
+from funitel.router.api.batches.common import batches_of, owner_of, page_of
 from funitel.router.api.batches.schema import BatchList, BatchObject, CreateBatchRequest, ListBatchesQuery
-from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.body import json_answer, query_of, read_body
 from funitel.router.api.common.handler import service_of
 from funitel.router.batch.formats import new_id
 from funitel.router.batch.records import BatchStatus, StoredBatch

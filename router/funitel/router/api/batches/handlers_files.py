@@ -9,10 +9,10 @@ from starlette.responses import FileResponse, Response
 
 from funitel.proto.errors import InvalidRequest, NotFound, PayloadTooLarge
 from funitel.proto.printable import shortened
-from funitel.router.api.batches.common import batches_of, owner_of, page_of, query_of
+from funitel.router.api.batches.common import batches_of, owner_of, page_of
 from funitel.router.api.batches.multipart import FormReader, boundary_of
 from funitel.router.api.batches.schema import FileDeleted, FileList, FileObject, ListFilesQuery
-from funitel.router.api.common.body import declared_size, json_answer
+from funitel.router.api.common.body import declared_size, json_answer, query_of
 from funitel.router.api.common.handler import service_of
 from funitel.router.batch.folder import PartialFile
 from funitel.router.batch.formats import new_id

@@ -101,6 +101,12 @@ def forget_body(scope: Scope) -> None:
     scope.pop(_PARSED, None)
 
 
+def taken_body(scope: Scope) -> bytes:
+    """Take the body of a request that was received and not parsed."""
+    content: bytes = scope.pop(_RAW)
+    return content
+
+
 async def receive_body(request: Request, limit: int) -> None:
     """Receive a request's body of at most `limit` bytes, without parsing it.
 
@@ -188,6 +194,18 @@ def _refuse_surrogates(value: Any, path: tuple[str, ...]) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise MalformedBody(f"the body is not JSON: {name} is no JSON value")
+
+
+Q = TypeVar("Q", bound=BaseModel)
+
+
+def query_of(request: Request, model: type[Q]) -> Q:
+    """Read the parameters of a query; raises InvalidRequest."""
+    given = dict(request.query_params)
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise shape_error(error, given) from None
 
 
 def shape_error(error: ValidationError, content: Any) -> InvalidRequest:

@@ -14,9 +14,12 @@ from starlette.types import Receive, Scope, Send
 from funitel.proto.errors import FunitelError
 from funitel.router.api.common.body import declared_size, forget_body, read_body, receive_body
 from funitel.router.api.common.errors import error_record
+from funitel.router.api.common.model_choice import SERVICE
 from funitel.router.api.common.schema_base import Body
 from funitel.router.core import request_context
 from funitel.router.engine.interface import Admits
+from funitel.router.fleet.control import ControlSocket
+from funitel.router.fleet.models import ServedModels
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.text.encode_pool import SHORT_CHARACTERS
@@ -50,8 +53,19 @@ IncomingHandler = Callable[[IncomingRequest], Awaitable[Response]]
 
 
 def service_of(request: HttpRequest) -> Service:
-    """The service of the application that got the request."""
-    return cast(Service, request.app.state.service)
+    """The service of the model that was chosen for a request; else the router's own."""
+    chosen: Service | None = request.scope.get(SERVICE)
+    return cast(Service, request.app.state.service) if chosen is None else chosen
+
+
+def models_of(request: HttpRequest) -> ServedModels:
+    """All models of the application that got a request."""
+    return cast(ServedModels, request.app.state.models)
+
+
+def control_of(request: HttpRequest) -> ControlSocket | None:
+    """The control plane of the router; None where it has none."""
+    return cast(ControlSocket | None, request.app.state.control)
 
 
 def counted_route(handler: Handler) -> Handler:

@@ -9,7 +9,7 @@ from funitel.router.api.common.error_schemas import (
     OpenAIErrorResponse,
     TgiOpenAIErrorResponse,
 )
-from funitel.router.middleware.operation import Access, Operation
+from funitel.router.middleware.operation import Access, ModelUse, Operation
 
 READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body and needs the model's files
 GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
@@ -18,18 +18,25 @@ OPENAI_FAILURES = (*OPENAI_READ_FAILURES, 500, 504)
 ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
 
 native = partial(Operation, error=ErrorResponse, is_native=True)
-native_read = partial(native, method="POST", failures=READ_FAILURES)
-native_work = partial(native, method="POST", failures=GENERATION_FAILURES)
+native_read = partial(native, method="POST", failures=READ_FAILURES, model=ModelUse.ANY)
+native_work = partial(native, method="POST", failures=GENERATION_FAILURES, model=ModelUse.GENERATES)
 native_fact = partial(native, method="GET", access=Access.FACT)
 native_state = partial(native, method="GET", access=Access.FACT, failures=(503,))
 native_probe = partial(native, method="GET", access=Access.PROBE)
 
 # OpenAI's routes that TGI has: OpenAI's error object with TGI's statuses.
-tgi_openai_work = partial(Operation, error=TgiOpenAIErrorResponse, method="POST", failures=GENERATION_FAILURES)
+tgi_openai_work = partial(
+    Operation,
+    error=TgiOpenAIErrorResponse,
+    method="POST",
+    failures=GENERATION_FAILURES,
+    model=ModelUse.GENERATES,
+)
 tgi_openai_fact = partial(Operation, error=TgiOpenAIErrorResponse, method="GET", access=Access.FACT)
 
-openai_read = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=OPENAI_READ_FAILURES)
-openai_work = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=OPENAI_FAILURES)
+_openai_post = partial(Operation, error=OpenAIErrorResponse, method="POST", model=ModelUse.GENERATES)
+openai_read = partial(_openai_post, failures=OPENAI_READ_FAILURES)
+openai_work = partial(_openai_post, failures=OPENAI_FAILURES)
 operator_work = partial(
     Operation,
     error=OpenAIErrorResponse,
@@ -39,7 +46,13 @@ operator_work = partial(
 )
 openai_stored = partial(Operation, error=OpenAIErrorResponse, failures=(400, 404))
 
-anthropic_work = partial(Operation, error=AnthropicErrorResponse, method="POST", failures=ANTHROPIC_FAILURES)
+anthropic_work = partial(
+    Operation,
+    error=AnthropicErrorResponse,
+    method="POST",
+    failures=ANTHROPIC_FAILURES,
+    model=ModelUse.GENERATES,
+)
 
 
 def with_openai_errors(operation: Operation) -> Operation:

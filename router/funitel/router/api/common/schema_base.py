@@ -69,6 +69,7 @@ def is_none(value: Any) -> bool:
     return value is None
 
 
+MODEL_NAME = "Name of the model, or of an adapter; any name where there is one model."
 ModelName = Annotated[str, Field(max_length=1024)]  # of any model; each event of a stream repeats it
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 CLAMPED = (
@@ -142,6 +143,12 @@ class Body(BaseModel):
         schema = handler(source)
         _fail_fast(schema)
         return schema
+
+
+class ModelBody(Body):
+    """A body that may name the model, though the servers of its protocol have one."""
+
+    model: ModelName | None = Field(default=None, description=MODEL_NAME)
 
 
 WITH_TIMINGS = "Whether the answer has `timings`: queue, time to first token, whole time, tokens per second."

@@ -1,6 +1,8 @@
 """Routes of encoders: TEI's and OpenAI's."""
 
-from funitel.router.api.common.route_kinds import native_work, openai_work
+from functools import partial
+
+from funitel.router.api.common import route_kinds
 from funitel.router.api.embeddings import handlers, similarity
 from funitel.router.api.embeddings.schema import (
     EmbedAllRequest,
@@ -17,6 +19,10 @@ from funitel.router.api.embeddings.schema import (
     SimilarityResponse,
 )
 from funitel.router.api.embeddings.schema_rerank import DocumentsRequest, DocumentsResponse
+from funitel.router.middleware.operation import ModelUse
+
+native_work = partial(route_kinds.native_work, model=ModelUse.ENCODES)
+openai_work = partial(route_kinds.openai_work, model=ModelUse.ENCODES)
 
 ROUTES = (
     native_work("/embed", handlers.embed, "Encoders: a vector for each text", EmbedRequest, EmbedResponse),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, RootModel
 
-from funitel.router.api.common.schema_base import U32, Body, Priority, is_none
+from funitel.router.api.common.schema_base import U32, Body, ModelBody, Priority, is_none
 from funitel.router.api.openai.schema_completions import GivenPrompt, Prompts, given_prompts
 
 Direction = Literal["Left", "Right", "left", "right"]
@@ -14,7 +14,7 @@ MAX_TOP_K = 100
 DEFAULT_TOP_K = 5  # of what may stand behind a mask
 
 
-class TruncatingBody(Body):
+class TruncatingBody(ModelBody):
     """What bodies say alike of texts that are too long."""
 
     truncate: bool | None = Field(
@@ -69,7 +69,7 @@ class SimilarityInput(Body):
     sentences: list[str]
 
 
-class SimilarityRequest(Body):
+class SimilarityRequest(ModelBody):
     """Sentences to compare with one sentence."""
 
     inputs: SimilarityInput
@@ -171,7 +171,9 @@ class EmbeddingsRequest(Body):
     """Texts to embed, in OpenAI's words."""
 
     input: Prompts = Field(description="A text, texts, the tokens of a text, or those of several.")
-    model: str | None = Field(default=None, description="Any name; echoed in the answer.")
+    model: str | None = Field(
+        default=None, description="Name of the model, any where there is one; echoed in the answer."
+    )
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="Numbers, or the base64 form of their little-endian float32 bytes."
     )

@@ -39,7 +39,9 @@ class DocumentsRequest(Body):
 
     query: Text
     documents: list[Text] = Field(description="Texts, or objects with a `text`.")
-    model: str | None = Field(default=None, description="Any name; echoed in the answer.")
+    model: str | None = Field(
+        default=None, description="Name of the model, any where there is one; echoed in the answer."
+    )
     top_n: U32 | None = Field(default=None, description="How many of the best to return; all when 0 or not given.")
     return_documents: bool | None = Field(default=None, description="Whether to return the texts too, as by default.")
     use_activation: bool | None = Field(

@@ -6,9 +6,9 @@ from funitel.router.api.common.error_schemas import InferflowError
 from funitel.router.api.common.route_kinds import GENERATION_FAILURES
 from funitel.router.api.inferflow import handlers
 from funitel.router.api.inferflow.schema import InferflowAnswer, InferflowRequest
-from funitel.router.middleware.operation import Operation
+from funitel.router.middleware.operation import ModelUse, Operation
 
-_work = partial(Operation, error=InferflowError, method="POST", failures=GENERATION_FAILURES)
+_work = partial(Operation, error=InferflowError, method="POST", failures=GENERATION_FAILURES, model=ModelUse.GENERATES)
 
 ROUTES = (
     _work(

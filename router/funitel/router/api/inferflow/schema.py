@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from funitel.router.api.common.schema_base import ABOVE_0, CLAMPED, F32, U32, Documented
+from funitel.router.api.common.schema_base import ABOVE_0, CLAMPED, F32, MODEL_NAME, U32, Documented, ModelName
 from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.serving.strategies import with_algorithm
@@ -21,6 +21,7 @@ _TEMPLATE = (
 class InferflowRequest(StrategyFields):
     """A query and how to answer it, in Inferflow's words."""
 
+    model: ModelName | None = Field(default=None, description=MODEL_NAME)
     text: str = Field(default="", description="The query; must not be empty.")
     system_prompt: str = Field(default="", description="Instructions before the query.")
     res_prefix: str = Field(default="", description="The beginning of the answer; what is returned follows it.")

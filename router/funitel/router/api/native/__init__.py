@@ -9,6 +9,7 @@ from funitel.router.api.native.schema import (
     StreamResponse,
 )
 from funitel.router.api.openai.schema_chat import ChatRequest
+from funitel.router.middleware.operation import ModelUse
 
 ROUTES = (
     native_work("/generate", generate.generate, "Generate a completion", GenerateRequest, GenerateResponse),
@@ -25,5 +26,6 @@ ROUTES = (
         "Make the prompt of a chat and tokenize it",
         ChatRequest,
         ChatTokenizeResponse,
+        model=ModelUse.GENERATES,
     ),
 )

@@ -15,13 +15,14 @@ from funitel.router.api.common.schema_base import (
     F32,
     F32_MAX,
     I32,
+    MODEL_NAME,
     TARGET_LANGUAGE,
     U32,
     U64,
     WITH_TIMINGS,
     WITHIN_0_AND_1,
-    Body,
     Documented,
+    ModelBody,
     Priority,
     StopList,
     TargetLanguage,
@@ -137,7 +138,7 @@ class GenerateParameters(StrategyFields, BeamFields):
         return self.details or self.decoder_input_details or bool(self.timings)
 
 
-class GenerateRequest(Body):
+class GenerateRequest(ModelBody):
     """A prompt and how to go on from it."""
 
     inputs: str = Field(description="The prompt.")
@@ -266,6 +267,12 @@ class ChatTokenizeResponse(BaseModel):
 
     tokenize_response: TokenizeResponse
     templated_text: str
+
+
+class InfoQuery(BaseModel):
+    """Which model a page is about."""
+
+    model: str | None = Field(default=None, description=MODEL_NAME)
 
 
 class Info(BaseModel):

@@ -2,7 +2,7 @@
 
 from funitel.router.api.common.route_kinds import tgi_openai_fact, tgi_openai_work
 from funitel.router.api.openai import chat, completions, models
-from funitel.router.api.openai.models import Model, ModelList
+from funitel.router.api.openai.models import LaunchedModelInfo, ModelList
 from funitel.router.api.openai.schema_answers import ChatCompletion, ChatCompletionChunk
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.openai.schema_completions import Completion, CompletionChunk, CompletionRequest
@@ -24,6 +24,8 @@ ROUTES = (
         Completion,
         event=CompletionChunk,
     ),
-    tgi_openai_fact("/v1/models", models.models, "The model", answer=ModelList),
-    tgi_openai_fact("/v1/models/{model:path}", models.model, "The model, by its name", answer=Model, failures=(404,)),
+    tgi_openai_fact("/v1/models", models.models, "The models", answer=ModelList),
+    tgi_openai_fact(
+        "/v1/models/{model:path}", models.model, "A model, by its name", answer=LaunchedModelInfo, failures=(404,)
+    ),
 )

@@ -1,16 +1,17 @@
-"""Handle OpenAI's `/v1/models`: the model that is served, and its adapters."""
+"""Handle OpenAI's `/v1/models`: the models, with their state where a control plane knows it, and their adapters."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto.errors import ModelNotFound
 from funitel.router.adapters.registry import KnownAdapter
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.handler import service_of
+from funitel.router.api.common.handler import models_of
 from funitel.router.api.common.schema_base import is_none
+from funitel.router.api.common.schema_models import ModelRecord
+from funitel.router.fleet.models import ServedModel, ServedModels
 from funitel.router.serving.service import Service
 
 
@@ -47,27 +48,49 @@ class Model(BaseModel):
         return cls(id=name, owned_by=base.owned_by, max_model_len=base.max_model_len, root=path, parent=base.id)
 
 
+class LaunchedModelInfo(ModelRecord, Model):
+    """A model that the control plane knows: OpenAI's record, with its state beside."""
+
+    @classmethod
+    def of_entry(cls, model: ServedModel) -> "LaunchedModelInfo":
+        """One of the table, loaded or not."""
+        entry, service = model.entry, model.service
+        openai: dict[str, Any] = {} if service is None else Model.of(service).model_dump()
+        known = {"id": entry.name, "owned_by": entry.name, "created": int(entry.created)}
+        return cls.model_validate(openai | known | ModelRecord.fields_of(entry))
+
+
 class ModelList(BaseModel):
     """The models that are served."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[LaunchedModelInfo | Model]
 
 
 async def models(http: HttpRequest) -> Response:
-    """`/v1/models`: the model that is served, then its adapters."""
-    service = service_of(http)
-    adapters = [Model.of_adapter(service, known) for known in service.adapters.known]
-    return json_answer(ModelList(data=[Model.of(service), *adapters]))
+    """`/v1/models`: the models, loaded or not, each before its adapters."""
+    table = models_of(http)
+    listed = [record for model in table for record in (_record(table, model), *_adapters(model))]
+    return json_answer(ModelList(data=listed))
 
 
 async def model(http: HttpRequest) -> Response:
-    """`/v1/models/{model}`: the model that is served or one of its adapters, by its name."""
-    service = service_of(http)
-    base, asked = Model.of(service), http.path_params["model"]
-    known = service.adapters.get(asked)
-    if known is not None:
-        return json_answer(Model.of_adapter(service, known))
-    if asked != base.id:
-        raise ModelNotFound(f"no model is named {asked!r}; the one here is {base.id!r}")
-    return json_answer(base)
+    """`/v1/models/{model}`: a model or an adapter, by its name."""
+    table, asked = models_of(http), http.path_params["model"]
+    found = table.named(asked)
+    adapter = None if found.service is None or asked == found.name else found.service.adapters.get(asked)
+    if found.service is not None and adapter is not None:
+        return json_answer(Model.of_adapter(found.service, adapter))
+    return json_answer(_record(table, found))
+
+
+def _record(table: ServedModels, model: ServedModel) -> Model:
+    """The record of a model; without a control plane OpenAI's alone."""
+    if table.snapshot is None and model.service is not None:
+        return Model.of(model.service)
+    return LaunchedModelInfo.of_entry(model)
+
+
+def _adapters(model: ServedModel) -> list[Model]:
+    service = model.service
+    return [] if service is None else [Model.of_adapter(service, known) for known in service.adapters.known]

@@ -15,6 +15,7 @@ from funitel.router.api.platforms.schema import (
     VertexRequest,
     VertexResponse,
 )
+from funitel.router.middleware.operation import ModelUse
 
 KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
 VERTEX = native_work("/vertex", vertex.vertex, "Vertex AI: the texts of all instances", VertexRequest, VertexResponse)
@@ -27,6 +28,7 @@ ROUTES = (
         GenerateResponse,
         event=StreamResponse,
         is_array=True,
+        model=ModelUse.ANY,
     ),
     native_work(
         "/invocations",
@@ -35,6 +37,7 @@ ROUTES = (
         SagemakerRequest,
         SagemakerResponse,
         event=SagemakerStreamResponse,
+        model=ModelUse.ANY,
     ),
     VERTEX,
     native_fact("/v2", kserve.server_metadata, "KServe: the server", answer=KserveMetadata),
@@ -42,9 +45,13 @@ ROUTES = (
     native_probe(
         "/v2/health/ready", kserve.ready, "KServe: whether every shard answers", answer=KserveLive, failures=(503,)
     ),
-    native_fact(KSERVE_MODEL, kserve.model_metadata, "KServe: the model", answer=KserveMetadata),
+    native_fact(KSERVE_MODEL, kserve.model_metadata, "KServe: the model", answer=KserveMetadata, failures=(404,)),
     native_probe(
-        f"{KSERVE_MODEL}/ready", kserve.ready, "KServe: whether every shard answers", answer=KserveLive, failures=(503,)
+        f"{KSERVE_MODEL}/ready",
+        kserve.model_ready,
+        "KServe: whether every shard of the model answers",
+        answer=KserveLive,
+        failures=(404, 503),
     ),
     native_work(
         f"{KSERVE_MODEL}/infer", kserve.infer, "KServe: the completions of all inputs", KserveRequest, KserveResponse

@@ -6,9 +6,9 @@ from itertools import chain
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
+from funitel.proto.errors import InvalidRequest, LengthMismatch, ModelNotLoaded, NotUtf8
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.handler import IncomingRequest, generation_route, service_of
+from funitel.router.api.common.handler import IncomingRequest, generation_route, models_of, service_of
 from funitel.router.api.native.schema import NAMES, GenerateParameters
 from funitel.router.api.platforms.schema import (
     KserveInput,
@@ -19,6 +19,8 @@ from funitel.router.api.platforms.schema import (
     KserveResponse,
     KserveWanted,
 )
+from funitel.router.fleet.models import ServedModel
+from funitel.router.middleware.operation import ModelUse
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import Prompt, prepare
 from funitel.router.serving.run import Answer, check_count, collect_best, summed_headers
@@ -40,13 +42,28 @@ async def live(http: HttpRequest) -> Response:
 
 
 async def ready(http: HttpRequest) -> Response:
-    """`/v2/health/ready` and the model's `ready`: true, or 503 with the reason."""
-    await service_of(http).check_ready()
+    """`/v2/health/ready`: true, or 503 with the reason."""
+    await models_of(http).check_ready()
     return json_answer(KserveLive(live=True))
 
 
+async def model_ready(http: HttpRequest) -> Response:
+    """The model's `ready`: true, or 503 with the reason; asking loads nothing."""
+    model = _model(http)
+    if model.service is None:
+        raise ModelNotLoaded(f"the model {model.name!r} is {model.entry.state}")
+    await model.service.check_ready()
+    return json_answer(KserveLive(live=True))
+
+
+def _model(http: HttpRequest) -> ServedModel:
+    """The model that the path names; raises ModelNotFound."""
+    return models_of(http).choose(http.path_params["name"], ModelUse.ANY)
+
+
 async def model_metadata(http: HttpRequest) -> Response:
-    """The model; its name and version are whatever the path says, for there is one model."""
+    """The model; its version is whatever the path says, and its name too where there is one model."""
+    _model(http)
     name, version = http.path_params["name"], http.path_params["version"]
     return json_answer(KserveMetadata(name=name, version=version, extensions=["infer", "ready"]))
 

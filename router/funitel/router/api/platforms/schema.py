@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
 
-from funitel.router.api.common.schema_base import Body
+from funitel.router.api.common.schema_base import Body, ModelBody
 from funitel.router.api.embeddings.schema import (
     EmbedRequest,
     PredictRequest,
@@ -62,7 +62,7 @@ VertexInstance = Annotated[
 ]
 
 
-class VertexRequest(Body):
+class VertexRequest(ModelBody):
     """Prompts and chats to answer side by side."""
 
     instances: list[VertexInstance] = Field(description="At least one.")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NotFound
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.handler import service_of
+from funitel.router.api.common.handler import models_of
 from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
 from funitel.router.middleware.auth import account_of
 from funitel.router.serving.running import ActiveRequest, RunningState
@@ -58,7 +58,8 @@ async def resume(http: HttpRequest) -> Response:
 def _visible(http: HttpRequest) -> list[ActiveRequest]:
     account = account_of(http.scope)
     sees_all = account is None or any(route.startswith(PATH) for route in account.key.routes)
-    return service_of(http).running.of(None if account is None or sees_all else account.owner)
+    owner = None if account is None or sees_all else account.owner
+    return [request for service in models_of(http).services for request in service.running.of(owner)]
 
 
 def _changeable(http: HttpRequest) -> list[ActiveRequest]:

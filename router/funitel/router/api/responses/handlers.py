@@ -2,14 +2,13 @@
 
 import time
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
-from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NotFound
-from funitel.router.api.common.body import json_answer, shape_error
+from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.errors import openai_error
 from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
 from funitel.router.api.responses.answering import FIELDS, Answering
@@ -37,8 +36,6 @@ from funitel.router.middleware.auth import is_background_request, tenant_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
-
-Q = TypeVar("Q", bound=BaseModel)
 
 
 @generation_route
@@ -83,7 +80,7 @@ async def count_input_tokens(incoming: IncomingRequest) -> Response:
 
 async def retrieve(http: HttpRequest) -> Response:
     """`GET /v1/responses/{response_id}`: a response that is stored, or its events from some number on."""
-    query, stored = _query(http, RetrieveQuery), _stored(http)
+    query, stored = query_of(http, RetrieveQuery), _stored(http)
     if not query.stream:
         if query.starting_after is not None:
             raise InvalidRequest("`starting_after` needs `stream` to be true", "starting_after")
@@ -111,7 +108,7 @@ async def cancel(http: HttpRequest) -> Response:
 
 async def input_items(http: HttpRequest) -> Response:
     """`GET /v1/responses/{response_id}/input_items`: the items a stored response answered."""
-    query = _query(http, InputItemsQuery)
+    query = query_of(http, InputItemsQuery)
     items = list(_stored(http).input_items)
     if query.order == "desc":
         items.reverse()
@@ -141,14 +138,6 @@ def _stored(http: HttpRequest) -> StoredResponse:
     if stored is None:
         raise NotFound(f"no response with id {id!r} is stored")
     return stored
-
-
-def _query(http: HttpRequest, model: type[Q]) -> Q:
-    given = dict(http.query_params)
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        raise shape_error(error, given) from None
 
 
 def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:

@@ -332,7 +332,9 @@ class InputTokensRequest(Body):
     input: Annotated[
         list[AnyItem], BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
     ]
-    model: ModelName | None = Field(default=None, description="Any name; echoed in the answer.")
+    model: ModelName | None = Field(
+        default=None, description="Name of the model, any where there is one; echoed in the answer."
+    )
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, description="Of a response that is stored.")
     tools: list[AnyTool] | None = None

@@ -12,6 +12,7 @@ from funitel.router.api.steps.schema import (
     CommittedTokens,
     InferredTokens,
     InferRequest,
+    ModelQuery,
     RemovedQuery,
 )
 from funitel.router.middleware.operation import Operation
@@ -36,5 +37,5 @@ ROUTES = (
         CommitRequest,
         CommittedTokens,
     ),
-    _remove("/v1/steps/queries/{query_id}", handlers.remove, "Remove a query", answer=RemovedQuery),
+    _remove("/v1/steps/queries/{query_id}", handlers.remove, "Remove a query", query=ModelQuery, answer=RemovedQuery),
 )

@@ -11,8 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NotFound, Overloaded
-from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
+from funitel.router.api.common.body import json_answer, query_of
+from funitel.router.api.common.handler import IncomingRequest, generation_route, models_of, reading_route
 from funitel.router.api.native.schema import NAMES, GenerateParameters, GenerateRequest
 from funitel.router.api.steps.schema import (
     AddedQuery,
@@ -22,10 +22,12 @@ from funitel.router.api.steps.schema import (
     InferredToken,
     InferredTokens,
     InferRequest,
+    ModelQuery,
     RemovedQuery,
 )
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import tenant_of
+from funitel.router.middleware.operation import ModelUse
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import collect_all
 from funitel.router.serving.step_queries import PlannedQuery, QueryResult, StepSession, StepSessions
@@ -43,7 +45,7 @@ async def add(incoming: IncomingRequest) -> Response:
     job = await prepare(
         incoming.service, parameters.sampling, Prompt(body.inputs), stream=False, arrived=incoming.arrived, names=NAMES
     )
-    session = _session(incoming.http)
+    session = _session(incoming.http, incoming.service.model_id)
     query_id = session.queries.add(job.request)
     if not query_id:
         most = session.queries.max_queries
@@ -54,7 +56,7 @@ async def add(incoming: IncomingRequest) -> Response:
 @generation_route
 async def infer(incoming: IncomingRequest) -> Response:
     """`POST /v1/steps/infer`: compute one step of the queries."""
-    body, session = await incoming.read(InferRequest), _session(incoming.http)
+    body, session = await incoming.read(InferRequest), _session(incoming.http, incoming.service.model_id)
     results = await run_until_disconnect(incoming.http.receive, _step(incoming, session, body.ids))
     return json_answer(InferredTokens(data=[_record(result) for result in results]))
 
@@ -62,7 +64,7 @@ async def infer(incoming: IncomingRequest) -> Response:
 @reading_route
 async def commit(incoming: IncomingRequest) -> Response:
     """`POST /v1/steps/commit`: go on with the tokens that the client chose."""
-    body, session = await incoming.read(CommitRequest), _session(incoming.http)
+    body, session = await incoming.read(CommitRequest), _session(incoming.http, incoming.service.model_id)
     tokens = {each.id: (each.token_id, each.is_end) for each in body.tokens}
     if len(tokens) < len(body.tokens):
         raise InvalidRequest("`tokens` must have at most one token of a query", "tokens")
@@ -75,14 +77,17 @@ async def remove(http: HttpRequest) -> Response:
     """`DELETE /v1/steps/queries/{query_id}`: remove a query."""
     given = http.path_params["query_id"]
     query_id = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else 0
-    if not _session(http).queries.remove(query_id):
+    model = models_of(http).choose(query_of(http, ModelQuery).model, ModelUse.GENERATES)
+    name = model.name if model.service is None else model.service.model_id
+    if not _session(http, name).queries.remove(query_id):
         raise NotFound(f"there is no query {given!r}")
     return json_answer(RemovedQuery(id=query_id))
 
 
-def _session(http: HttpRequest) -> StepSession:
+def _session(http: HttpRequest, model: str) -> StepSession:
+    """The queries of a key with a model."""
     sessions: StepSessions = http.app.state.steps
-    return sessions.of(tenant_of(http.scope))
+    return sessions.of(tenant_of(http.scope), model)
 
 
 def _check(parameters: GenerateParameters) -> None:

@@ -4,17 +4,23 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from funitel.router.api.common.schema_base import U32, Body
+from funitel.router.api.common.schema_base import MODEL_NAME, U32, Body, ModelBody
 
 MAX_ITEMS = 1024
 
 
-class InferRequest(Body):
+class InferRequest(ModelBody):
     """Which queries a step advances."""
 
     ids: Annotated[list[U32], Field(max_length=MAX_ITEMS)] | None = Field(
         default=None, description="Those queries alone; all of the key if absent."
     )
+
+
+class ModelQuery(BaseModel):
+    """Which model a query is with."""
+
+    model: str | None = Field(default=None, description=MODEL_NAME)
 
 
 class CommittedToken(Body):
@@ -25,7 +31,7 @@ class CommittedToken(Body):
     is_end: bool = Field(default=False, description="Whether it is the last; the query is removed then.")
 
 
-class CommitRequest(Body):
+class CommitRequest(ModelBody):
     """The tokens that the client chose, at most one of each query."""
 
     tokens: Annotated[list[CommittedToken], Field(max_length=MAX_ITEMS)]

@@ -12,6 +12,7 @@ from funitel.router.api.vllm.schema import (
     TokenizeBody,
     UnloadAdapter,
 )
+from funitel.router.middleware.operation import ModelUse
 
 ROUTES = (
     native_read(
@@ -30,6 +31,7 @@ ROUTES = (
         "Load an adapter from below the folder of --lora-folder",
         LoadAdapter,
         text="text/plain",
+        model=ModelUse.GENERATES,
     ),
     operator_work(
         "/v1/unload_lora_adapter",

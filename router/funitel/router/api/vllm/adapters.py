@@ -4,8 +4,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
 from funitel.router.api.common.body import forget_body, read_body
-from funitel.router.api.common.handler import service_of
+from funitel.router.api.common.handler import models_of, service_of
 from funitel.router.api.vllm.schema import LoadAdapter, UnloadAdapter
+from funitel.router.middleware.operation import ModelUse
+from funitel.router.serving.service import Service
 
 
 async def load(http: HttpRequest) -> Response:
@@ -22,13 +24,21 @@ async def load(http: HttpRequest) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
+def _service_with(http: HttpRequest, adapter: str) -> Service:
+    """The service that has an adapter; the router's own or that of the default model where none has it."""
+    models = models_of(http)
+    found = next((service for service in models.services if service.adapters.get(adapter) is not None), None)
+    return found or models.default(ModelUse.GENERATES).service or models.own
+
+
 async def unload(http: HttpRequest) -> Response:
     """`/v1/unload_lora_adapter`: let no further request name an adapter; it is unloaded once none uses it."""
-    service = service_of(http)
-    engine = service.engine
+    own = service_of(http)
     try:
-        body = await read_body(http, UnloadAdapter, service.settings, service.validating)
+        body = await read_body(http, UnloadAdapter, own.settings, own.validating)
     finally:
         forget_body(http.scope)
+    service = _service_with(http, body.lora_name)
+    engine = service.engine
     service.adapters.unload(engine, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

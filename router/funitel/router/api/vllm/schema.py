@@ -2,18 +2,17 @@
 
 from pydantic import BaseModel, Field, RootModel
 
-from funitel.router.api.common.schema_base import U32, Body
+from funitel.router.api.common.schema_base import MODEL_NAME, U32, Body
 from funitel.router.api.native.schema import GenerateRequest, TokenizeResponse
 from funitel.router.api.openai.schema_chat import ChatRequest
 
-MODEL = "Any name."
 WITH_STRINGS = "Whether to answer the tokens as the tokenizer spells them, too."
 
 
 class TokenizePrompt(Body):
     """A prompt to tokenize."""
 
-    model: str | None = Field(default=None, description=MODEL)
+    model: str | None = Field(default=None, description=MODEL_NAME)
     prompt: str
     add_special_tokens: bool = Field(default=True, description="Whether to add those that begin a prompt.")
     return_token_strs: bool | None = Field(default=None, description=WITH_STRINGS)
@@ -46,7 +45,7 @@ class TokenizeAnswer(RootModel[TokenizeResponse | Tokenized]):
 class DetokenizeRequest(Body):
     """Tokens to make a text of."""
 
-    model: str | None = Field(default=None, description=MODEL)
+    model: str | None = Field(default=None, description=MODEL_NAME)
     tokens: list[U32]
 
 
@@ -75,7 +74,9 @@ class LoadAdapter(Body):
     lora_path: str = Field(description="Its folder, below that of --lora-folder.")
     load_inplace: bool | None = Field(default=None, description="Whether it replaces one of the same name.")
     pinned: bool | None = Field(default=None, description="Whether it stays in memory, used or not.")
-    base_model_name: str | None = Field(default=None, description="Accepted; the adapter's config names its base.")
+    base_model_name: str | None = Field(
+        default=None, description="Name of the model that it is for, where there are several."
+    )
 
 
 class UnloadAdapter(Body):

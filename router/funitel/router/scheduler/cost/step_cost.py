@@ -13,6 +13,10 @@ from funitel.router.scheduler.cost.least_squares import LeastSquares
 # Without a target, a step that carries prompt tokens may take so many plain decode steps: gaps stay under 3 times the
 # usual, and prompts, given the larger part of the machine, take under 3 times what they take alone.
 GAP_FACTOR = 2.5
+# A shorter gap is not kept at the cost of prompts: 25 tokens a second are faster than reading. A fast device, with
+# plain steps of a few milliseconds, would else spend two fifths of its time on few streams, or more on what a step
+# with prompts costs at any number of tokens.
+LEAST_GAP_SECONDS = 0.04
 # An urgent prompt, of a key that was given less than those with streams, may make it so many: it is given four
 # fifths of the machine, and there are few such steps, for it is short.
 URGENT_FACTOR = 5.0
@@ -137,7 +141,7 @@ class StepCostModel:
             return seconds + self._alone.fixed_seconds * ceil(seconds / IDLE_STEP_SECONDS)
         plain, shared = self.plain_seconds(load), self._shared
         per_token, max_tokens = shared.costs.per_token, shared.max_tokens(SHARED_GROWTH)
-        most = GAP_FACTOR * plain if self.target_gap_seconds is None else self.target_gap_seconds
+        most = _longest_gap(plain, GAP_FACTOR) if self.target_gap_seconds is None else self.target_gap_seconds
         for_prompts = max(most - plain - shared.fixed_seconds, MIN_CHUNK_TOKENS * per_token)
         num_steps = max(1, ceil(seconds / for_prompts)) if for_prompts > 0.0 else 1
         if num_steps > 1 and for_prompts > max_tokens * per_token > 0.0:  # chunks have yet to grow as large
@@ -155,12 +159,12 @@ class StepCostModel:
     def _seconds_left(self, load: StepLoad, factor: float) -> float:
         """Seconds that prompt tokens may add to a plain step, so that 99 of 100 such steps are within the target.
 
-        Without one, within `factor` plain steps.
+        Without one, within `factor` plain steps, or a gap that is short anyway.
         """
         plain = self.plain_seconds(load)
         target = self.target_gap_seconds
         if target is None:  # noise that plain steps have too does not count against the others
-            return factor * plain * min(1.0, self._plain_tail.ratio / self._shared_tail.ratio) - plain
+            return _longest_gap(plain, factor) * min(1.0, self._plain_tail.ratio / self._shared_tail.ratio) - plain
         if plain > target:
             self.longest_plain_seconds = max(plain, self.longest_plain_seconds or 0.0)
         return target / self._shared_tail.ratio - plain
@@ -212,6 +216,11 @@ class _PromptSteps:
     def _features(self, load: StepLoad) -> tuple[float, ...]:
         tokens, one, context = load.num_prompt_tokens, load.num_attended, load.chunk_context
         return tokens / _TOKENS, one / _ATTENDED, context / _CONTEXT, 1.0
+
+
+def _longest_gap(plain: float, factor: float) -> float:
+    """Seconds that a step with prompt tokens may take without a target, where a plain step takes `plain`."""
+    return max(factor * plain, LEAST_GAP_SECONDS)
 
 
 def _decode_features(load: StepLoad) -> tuple[float, ...]:

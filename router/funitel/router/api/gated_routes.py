@@ -1,0 +1,35 @@
+"""Make the routes of an application of the table: each behind its gate and the choice of its model."""
+
+from collections.abc import Callable
+from functools import partial
+
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from funitel.router.api.common.model_choice import ModelChoice
+from funitel.router.api.routes import operations, pages
+from funitel.router.auth.accounts import Accounts
+from funitel.router.fleet.loading import Loads
+from funitel.router.fleet.models import ServedModels
+from funitel.router.middleware.operation import ModelUse, Operation
+from funitel.router.middleware.route_gate import RouteGate
+from funitel.router.settings import RouterSettings
+
+NAME, NAME_WITH_SLASHES = "{name}", "{name:path}"  # of a model
+Pages = Callable[[], tuple[bytes, str]]  # the document of the routes, for programs and for people
+
+
+def gated_routes(
+    settings: RouterSettings, accounts: Accounts, models: ServedModels, loads: Loads | None
+) -> tuple[list[Route], Pages]:
+    """Return the routes, and what writes their document; without `loads` there is one model, and none is chosen."""
+    listed = operations(settings)
+    return [_gated(operation, accounts, models, loads) for operation in listed], partial(pages, listed)
+
+
+def _gated(operation: Operation, accounts: Accounts, models: ServedModels, loads: Loads | None) -> Route:
+    layers = [Middleware(RouteGate, operation=operation, accounts=accounts, drain=models.drain, models=models)]
+    if loads is not None and operation.model is not ModelUse.NONE:
+        layers.append(Middleware(ModelChoice, operation=operation, models=models, loads=loads))
+    path = operation.path.replace(NAME, NAME_WITH_SLASHES)
+    return Route(path, operation.handler, methods=[operation.method], middleware=layers)
