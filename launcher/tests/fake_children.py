@@ -54,7 +54,7 @@ class Fake:
     def num_starts(self) -> int:
         """How often a process of this name was started."""
         with open(os.environ["FAKE_LOG"]) as log:
-            entries = [json.loads(line) for line in log]
+            entries = [json.loads(line) for line in log if line.endswith("\n")]  # another may be writing the last one
         return sum(entry["event"] == "start" and entry["process"] == self.name for entry in entries)
 
     def drain(self) -> None:
@@ -65,7 +65,7 @@ class Fake:
         process, event, count = self.behaviour.get("drains_past", ("", "", 0))
         while True:
             with open(os.environ["FAKE_LOG"]) as log:
-                entries = [json.loads(line) for line in log]
+                entries = [json.loads(line) for line in log if line.endswith("\n")]
             if sum((entry["process"], entry["event"]) == (process, event) for entry in entries) >= count:
                 return
             time.sleep(0.05)

@@ -1,6 +1,6 @@
 """The real launcher over imitated children, for tests: takes the launcher's own flags.
 
-`launcher` of the variable FAKE has constants of the supervisor, by module and name, that are other than `CONSTANTS`.
+`launcher` of the variable FAKE has constants of the launcher, by module and name, that are other than `CONSTANTS`.
 """
 
 import json
@@ -18,13 +18,13 @@ FAKE_CHILDREN = (sys.executable, str(Path(__file__).with_name("fake_children.py"
 COMMANDS = Commands(model_server=(*FAKE_CHILDREN, "model_server"), router=(*FAKE_CHILDREN, "router"))
 
 # Shorter than in service: what these seconds are for happens at once here.
-CONSTANTS = {"replica.SETTLE_SECONDS": 0.2, "restart_policy.FIRST_DELAY_SECONDS": 0.1}
+CONSTANTS = {"supervisor.replica.SETTLE_SECONDS": 0.2, "processes.restart_policy.FIRST_DELAY_SECONDS": 0.1}
 
 
 def set_constants() -> None:
     for path, value in (CONSTANTS | json.loads(os.environ["FAKE"]).get("launcher", {})).items():
-        module, name = path.split(".")
-        owner = import_module(f"funitel.launcher.supervisor.{module}")
+        module, name = path.rsplit(".", 1)
+        owner = import_module(f"funitel.launcher.{module}")
         assert hasattr(owner, name), path
         setattr(owner, name, value)
 

@@ -210,6 +210,7 @@ class Server:
         program: str = LAUNCHER,
         port: int | None = None,
         python: str = sys.executable,
+        command: tuple[str, ...] = (),
     ) -> None:
         given = args[args.index("--port") + 1] if "--port" in args else None
         self.port = int(given) if given else port or free_port()
@@ -219,10 +220,10 @@ class Server:
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
         flags = args if given else ("--port", str(self.port), *args)
-        command = [python, "-m", program, *flags]
+        argv = [python, "-m", program, *command, *flags]
         environment = {**os.environ, **(environ or {}), MARK: self.mark}
         with self.log.open("wb") as log, self.out.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(argv, stdout=out, stderr=log, env=environment, start_new_session=True)
 
     def wait_ready(self) -> "Server":
         """Wait until /health is 200; fail with the log if the launcher ends or time runs out."""

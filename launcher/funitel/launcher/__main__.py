@@ -5,8 +5,8 @@ import os
 from funitel.launcher.cli.program import program
 from funitel.launcher.config.child_commands import Commands
 from funitel.launcher.config.command_line import ParsedCommandLine
+from funitel.launcher.processes.pid_one import end_at_early_sigterm, is_pid_one
 from funitel.launcher.settings import LauncherSettings
-from funitel.launcher.supervisor.pid_one import end_at_early_sigterm, is_pid_one
 from funitel.proto.process import logs
 from funitel.proto.process.standard_streams import open_standard_streams
 from funitel.proto.settings.fields import run_app

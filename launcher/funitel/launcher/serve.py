@@ -2,7 +2,12 @@
 
 import asyncio
 import logging
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 from funitel.launcher.config.child_commands import Commands
 from funitel.launcher.config.command_line import ParsedCommandLine
@@ -11,6 +16,9 @@ from funitel.launcher.config.resolve import resolve, shards_and_gpus, share_of_c
 from funitel.launcher.config.sockets import claim, listen
 from funitel.launcher.config.task_limit import check_task_limit
 from funitel.launcher.config.upgrade import next_settings
+from funitel.launcher.control_plane.folders import Folders
+from funitel.launcher.control_plane.state_folder import owning, run_folder
+from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.address_file import address_file
 from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
 from funitel.proto.errors import SettingsError
@@ -56,4 +64,50 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
                 second = listen(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
                 listeners.append(stack.enter_context(second))
             write_address = stack.enter_context(address_file(resolved))
-            asyncio.run(Supervisor(resolved, environ, listeners, resolve_next, commands, write_address).run())
+            state = None if resolved.state_dir is None else stack.enter_context(owning(Path(resolved.state_dir)))
+            folders = Folders(run=run_folder(state or Path(f"{uds_path}.models")), state=state)
+            supervisor = Supervisor(
+                resolved, environ, listeners, resolve_next, commands, write_address, folders.control_socket
+            )
+            asyncio.run(_serve(supervisor, settings, environ, folders, commands or Commands()))
+
+
+async def _serve(
+    supervisor: Supervisor, settings: LauncherSettings, environ: Mapping[str, str], folders: Folders, commands: Commands
+) -> None:
+    """Run the supervisor, and once it serves, a control plane beside it for further models."""
+    managing = asyncio.create_task(_manage(supervisor, settings, environ, folders, commands))
+    try:
+        await supervisor.run()
+    finally:
+        managing.cancel()
+        await asyncio.gather(managing, return_exceptions=True)
+
+
+async def _manage(
+    supervisor: Supervisor, settings: LauncherSettings, environ: Mapping[str, str], folders: Folders, commands: Commands
+) -> None:
+    await supervisor.ready.wait()
+    beside = await _imported("funitel.launcher.beside")  # a database, a server: the first model does not wait for them
+    await beside.manage_models(supervisor, settings, environ, folders, commands)
+
+
+async def _imported(name: str) -> Any:
+    """Import a module in a thread of its own: it takes a second or more, in which signals are to be handled.
+
+    Nothing waits for the thread at the end of the program.
+    """
+    loop = asyncio.get_running_loop()
+    imported: asyncio.Future[Any] = loop.create_future()
+
+    def tell(module: Any) -> None:
+        if not imported.done():
+            imported.set_result(module)
+
+    def work() -> None:
+        module = import_module(name)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, module)
+
+    Thread(target=work, name="import", daemon=True).start()
+    return await imported

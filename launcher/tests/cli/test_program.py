@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from funitel.launcher.cli.fleet.commands import FLEET_COMMANDS, TITLE
 from funitel.launcher.cli.program import COMMANDS, SUMMARIES, program
 from funitel.launcher.config.command_line import ParsedCommandLine
 from funitel.launcher.settings import LauncherSettings
@@ -84,7 +85,13 @@ def test_the_page_of_the_program_lists_every_command(run: Any) -> None:
     ran = run("--help")
     assert (ran.code, ran.err) == (0, "")
     for name, summary in SUMMARIES.items():
+        if name in FLEET_COMMANDS:  # named only, so that the page stays short
+            continue
         assert re.search(rf"^  {name} +{re.escape(summary[:20])}", ran.out, re.MULTILINE)
+    (named,) = re.findall(rf"^{TITLE}:\n((?:  .*\n)+)", ran.out, re.MULTILINE)
+    assert re.split(r",\s+", named.strip()) == [*FLEET_COMMANDS]
+    for name in FLEET_COMMANDS:
+        assert run("help", name).out.startswith(f"Usage: {run('--help').out.split()[1]} {name} ")
 
 
 @pytest.mark.parametrize("width", ["60", "80"])

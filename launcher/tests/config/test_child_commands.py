@@ -87,6 +87,10 @@ def test_the_router_gets_the_model_folder_under_the_clients_name() -> None:
     assert (told.port, told.exit_with_parent) == (3001, os.getpid())
 
 
+def test_the_router_is_told_how_long_a_request_waits_for_its_model() -> None:
+    assert router(resolved(wait_for_load=2.5)).wait_for_load == 2.5
+
+
 def test_the_router_alone_gets_the_adapters() -> None:
     listed = AdapterList("sql=/adapters/sql,owner/poet@v1")
     settings = resolved(lora_adapters=listed, max_loras=3, lora_folder="/adapters")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from funitel.launcher.processes.relay import relay
 from funitel.launcher.supervisor.download import Download
-from funitel.launcher.supervisor.process import MAX_LINE_BYTES, Child, relay
+from funitel.launcher.supervisor.process import MAX_LINE_BYTES, Child
 from funitel.proto.errors import StartupError
 
 

@@ -41,7 +41,7 @@ def test_a_signal_stops_the_router_first_and_leaves_nothing(launch: Launch, numb
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
-    fake = {"router": {"stubborn": True, "child": True}, "launcher": {"deployment.STOP_AGAIN_SECONDS": 0.2}}
+    fake = {"router": {"stubborn": True, "child": True}, "launcher": {"supervisor.deployment.STOP_AGAIN_SECONDS": 0.2}}
     launched = launch("-g", "1", fake=fake).until_ready()
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0
@@ -127,7 +127,7 @@ def test_shards_that_fail_alike_are_reported_once_by_the_lowest_rank_that_gave_a
 ) -> None:
     failing = {"fails": 1, "says": ["error: not enough memory"]}
     fake = {"shard-0": {"fails": 1}, "shard-1": failing | {"delay": 0.2}, "shard-2": failing}
-    fake["launcher"] = {"replica.SETTLE_SECONDS": 1.0}
+    fake["launcher"] = {"supervisor.replica.SETTLE_SECONDS": 1.0}
     launched = launch("--num-shard", "3", "--device", "cpu", fake=fake)
     assert launched.wait() == 1
     last_line = launched.stderr.splitlines()[-1]

@@ -77,6 +77,7 @@ def modules() -> list[str]:
         "scripts",
         "benchmarks",
         "integration-tests",
+        "deploy",
         "docs",
     )
     paths = [*ROOT.glob("*.py"), *(path for part in parts for path in (ROOT / part).rglob("*.py"))]

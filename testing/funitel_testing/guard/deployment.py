@@ -3,8 +3,12 @@
 import os
 from pathlib import Path
 
-from funitel_testing.servers import serving
+import httpx
+
+from funitel_testing.servers import PLAIN, serving, wait_until
 from funitel_testing.tiny import save_tiny
+
+CONTROL_PLANE_SECONDS = 60.0  # after the server is ready, in which it is imported beside the model
 
 # `site` runs it in each process of a deployment: it tells how many modules are imported when the process ends.
 COUNTS_MODULES = """
@@ -27,6 +31,9 @@ def measure(folder: Path) -> dict[str, float | str]:
     flags = ("--model-id", str(model), "--num-threads", "1")
     with serving(folder, *flags, environ={"PYTHONPATH": path}) as server:
         pids = {"launcher": server.process.pid, "router": server.router_pid(), "shard": server.shard_pids()[0]}
+        # The launcher imports it in a thread, which the end of the process would cut off anywhere.
+        workers = f"{server.url}/v1/workers"
+        wait_until(lambda: httpx.get(workers, verify=PLAIN).status_code == 200, CONTROL_PLANE_SECONDS, workers)
         for name, pid in pids.items():
             fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
             rows[f"{name} KiB read"] = int(fields["rchar"]) / 1024

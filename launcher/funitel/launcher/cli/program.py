@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from funitel.launcher.cli.fleet.commands import FLEET_COMMANDS, TITLE
 from funitel.launcher.config.command_line import LauncherCommand, ParsedCommandLine, launcher_app
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import ARGUMENTS
@@ -93,7 +94,21 @@ class ServerCommand:
         return _command(words, parsed)
 
 
-COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand] = {
+@dataclass(frozen=True)
+class ManyModelsCommand:
+    """A command about a server of many models; `maker` is the function that makes it, `module:name` in the launcher."""
+
+    summary: str
+    maker: str
+
+    def make(self, words: str) -> Any:
+        """The typer command."""
+        return _loaded(self.maker)(words)
+
+
+COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand | ManyModelsCommand] = {
+    "up": ManyModelsCommand("Serve many models, which are launched while it runs.", "up.program:make_up"),
+    "down": ManyModelsCommand("Stop a server of many models, and its models.", "up.program:make_down"),
     "chat": ClientCommand(
         "Chat with a model in the terminal.",
         "cli.settings:ChatSettings",
@@ -114,6 +129,9 @@ COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand] = {
     ),
     "bench kernels": ServerCommand("", "KernelSettings", "bench-kernels"),
     "top": ClientCommand("Show what a server is doing.", "cli.settings:TopSettings", "cli.top:top"),
+    "worker": ClientCommand(
+        "Offer this machine to a control plane.", "worker.settings:WorkerSettings", "worker.command:run_worker"
+    ),
     "models": ServerCommand("List what can be served, or what a model needs.", "ModelsSettings", "models"),
     "spec": ServerCommand("Show or check the description of a model.", "SpecSettings", "spec"),
     "download-weights": ServerCommand(
@@ -121,6 +139,10 @@ COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand] = {
     ),
     "quantize": ServerCommand("Write a model with smaller weights.", "QuantizeSettings", "quantize", "quantize"),
     "key": KeyCommands("Create, list, group and revoke the API keys of a file.", "cli.keys:KEY_COMMANDS"),
+    **{
+        name: ClientCommand(each.summary, each.settings_path, each.run_path, each.arguments)
+        for name, each in FLEET_COMMANDS.items()
+    },
 }
 SUMMARIES: Mapping[str, str] = {
     SERVE: "Serve a model; also done without a command.",
@@ -142,7 +164,8 @@ class ServeCommand(LauncherCommand):
 class TgiForm(LauncherCommand):
     """`funitel FLAGS`, as text-generation-launcher is called."""
 
-    commands = tuple(SUMMARIES.items())
+    commands = tuple((name, summary) for name, summary in SUMMARIES.items() if name not in FLEET_COMMANDS)
+    further = ((TITLE, tuple(FLEET_COMMANDS)),)
 
     def about(self) -> str:
         """What the program does, and what it does without a command."""

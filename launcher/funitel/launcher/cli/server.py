@@ -12,15 +12,13 @@ from typing import Any
 
 from funitel.launcher.cli.settings import ClientSettings
 from funitel.launcher.config.sockets import free_port
-from funitel.launcher.settings import LauncherSettings
-from funitel.launcher.terminal_ui.http_client import Api, context_of
+from funitel.launcher.terminal_ui.http_client import LOCAL_URL, Api, context_of
 from funitel.launcher.terminal_ui.terminal import Status, one_line
 from funitel.proto.errors import FunitelError, NotReady, StartupError
 from funitel.proto.extras import check_extra
 from funitel.proto.process.python import module_command
 from funitel.proto.settings.variables import PROTECTIVE
 
-LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
 POLL_SECONDS = 0.2
 STOP_SECONDS = 120.0  # longer than the launcher's grace period for its children
 LAST_LINES = 20  # of its output, for the reason of its end

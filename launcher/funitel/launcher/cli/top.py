@@ -13,10 +13,9 @@ from contextlib import contextmanager, suppress
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from funitel.launcher.cli.server import LOCAL_URL
 from funitel.launcher.cli.settings import TopSettings
 from funitel.launcher.cli.top_page import State, line, page
-from funitel.launcher.terminal_ui.http_client import Api, context_of
+from funitel.launcher.terminal_ui.http_client import LOCAL_URL, Api, context_of
 from funitel.launcher.terminal_ui.terminal import console_of
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from funitel.launcher.config.replica_settings import further_addresses
-from funitel.launcher.config.resolve import ResolvedSettings
+from funitel.launcher.config.resolve import ResolvedSettings, prefill_tokens
 from funitel.launcher.config.sockets import socket_of
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
@@ -32,15 +32,30 @@ class Commands:
     model_server: tuple[str, ...] = module_command("funitel.model_server")
     router: tuple[str, ...] = module_command("funitel.router")
 
-    def download(self, settings: LauncherSettings) -> list[str]:
+    def download(self, settings: LauncherSettings, *, reports_progress: bool = False) -> list[str]:
         """Command that fetches or converts the model; the last line of its stdout is the model's folder."""
-        flags = project(settings, DownloadSettings, logger_level=settings.log_level, exit_with_parent=os.getpid())
+        flags = project(
+            settings,
+            DownloadSettings,
+            logger_level=settings.log_level,
+            reports_progress=reports_progress,
+            exit_with_parent=os.getpid(),
+        )
         return [*self.model_server, "download-weights", flags.model_id, *to_argv(flags, skip=["model_id"])]
 
     def shard(
-        self, settings: ResolvedSettings, folder: Path | None, rank: int, folder_fd: int | None = None
+        self,
+        settings: ResolvedSettings,
+        folder: Path | None,
+        rank: int,
+        folder_fd: int | None = None,
+        *,
+        outlives: bool = False,
     ) -> list[str]:
-        """Command that serves one rank of the model in `folder`; None where it will be told through `folder_fd`."""
+        """Command that serves one rank of the model in `folder`; None where it will be told through `folder_fd`.
+
+        The rank ends with this process, unless it `outlives` it.
+        """
         placement = settings.core_assignments[rank] if settings.core_assignments else None
         flags = project(
             settings,
@@ -55,7 +70,7 @@ class Commands:
             uds_path=settings.shard_uds_path,
             reserved_loras=settings.max_loras if settings.lora_adapters or settings.lora_folder else 0,
             logger_level=settings.log_level,
-            exit_with_parent=os.getpid(),
+            exit_with_parent=None if outlives else os.getpid(),
         )
         skip = ["model_id"]
         if settings.otlp_service_name == RouterSettings.otlp_service_name:
@@ -70,6 +85,7 @@ class Commands:
         ready_fd: int | None = None,
         *,
         accepts_early: bool = False,
+        control_socket: Path | None = None,
     ) -> list[str]:
         """Command of the router on sockets that already listen; the API key is passed by its environment."""
         flags = project(
@@ -85,6 +101,30 @@ class Commands:
             listen_fd=listen_fd,
             ready_fd=ready_fd,
             accepts_early=accepts_early,
+            control_socket=None if control_socket is None else str(control_socket),
+        )
+        return [*self.router, *to_argv(flags, skip=["api_key"])]
+
+    def route_models(
+        self, settings: LauncherSettings, hostname: str, listen_fd: tuple[int, ...], control_socket: Path
+    ) -> list[str]:
+        """Command of a router that outlives this process, and serves what the control plane tells it."""
+        flags = project(
+            settings,
+            RouterSettings,
+            hostname=hostname,
+            tokenizer_name=RouterSettings.tokenizer_name,
+            revision=None,
+            served_model_name=None,
+            max_batch_prefill_tokens=prefill_tokens(settings, context=None),
+            shard_connect_timeout=LOADING_SECONDS,
+            shard_return_timeout=LOADING_SECONDS if settings.max_restarts else 0,
+            listen_fd=listen_fd,
+            control_socket=str(control_socket),
+            no_model=True,
+            shard_tls_cert=settings.worker_tls_cert,
+            shard_tls_key=settings.worker_tls_key,
+            shard_tls_ca=settings.worker_tls_ca,
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
 
@@ -115,7 +155,7 @@ def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> di
     )
 
 
-def router_environ(settings: ResolvedSettings, environ: Environ) -> dict[str, str]:
+def router_environ(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
     """Environment of the router: the launcher's plus the API key."""
     inherited = {name: value for name, value in _without_inert(environ).items() if name not in API_KEYS}
     key = {"FUNITEL_API_KEY": str(settings.api_key)} if settings.api_key else {}

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 PREFILL_TOKENS = 4096
 # Names of the same value in config.json, by family.
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEAD_KEYS = ("num_attention_heads", "n_head")
 SECRETS = frozenset({"api_key"})
 
@@ -122,8 +123,14 @@ def _master_ports(settings: LauncherSettings) -> tuple[int, ...]:
 
 def check_children(settings: ResolvedSettings) -> None:
     """Raise SettingsError for what a shard or the router would refuse."""
-    project(settings, ModelServerSettings, model_id=settings.model_id, sharded=bool(settings.sharded))
+    shard = {"model_id": settings.model_id, "sharded": bool(settings.sharded), "world_size": settings.num_shard}
+    project(settings, ModelServerSettings, **shard)
     project(settings, RouterSettings, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
+    check_files(settings)
+
+
+def check_files(settings: LauncherSettings) -> None:
+    """Raise SettingsError for a file of keys or certificates that the router would refuse."""
     if settings.api_key_file is not None:
         read_keys(settings.api_key_file)
     if settings.tls_pair is not None:
@@ -157,14 +164,32 @@ def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
     """
     config = _read_config(folder)
     num_heads = _count(config, HEAD_KEYS)
+    stages = settings.partition
+    num_ranks = settings.num_shard if stages is None else stages.num_tensor_ranks
+    asked = f"--num-shard {num_ranks}" if stages is None else f"{num_ranks} ranks of a stage of --partition {stages}"
     require(
-        num_heads is None or settings.num_shard <= num_heads,
-        f"--num-shard {settings.num_shard} is more than the {num_heads} query heads of {settings.model_id}: "
-        f"give at most {num_heads}",
+        num_heads is None or num_ranks <= num_heads,
+        f"{asked} is more than the {num_heads} query heads of {settings.model_id}: give at most {num_heads}",
     )
+    _check_stages(settings, _count(config, LAYER_KEYS))
     context = _count(config, CONTEXT_KEYS)
     tokens = prefill_tokens(settings, context)
     return dataclasses.replace(settings, max_batch_prefill_tokens=tokens, task=_task(config))
+
+
+def _check_stages(settings: ResolvedSettings, num_layers: int | None) -> None:
+    """Raise SettingsError where pipeline stages do not fit a model of so many layers; the shards know more."""
+    stages, layers = settings.partition, settings.layers
+    if stages is None or num_layers is None:
+        return
+    require(
+        len(stages) <= num_layers,
+        f"--partition {stages} has {len(stages)} stages, {settings.model_id} has {num_layers} layers",
+    )
+    require(
+        layers is None or sum(layers) == num_layers,
+        f"--layers {layers} adds up to {layers and sum(layers)} layers, {settings.model_id} has {num_layers}",
+    )
 
 
 def _task(config: Mapping[str, Any]) -> str:
@@ -187,6 +212,14 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
         settings: `sharded`, `num_shard` and `numa` as given.
         num_devices: visible devices, divided among replicas; None when unknown.
     """
+    if settings.partition is not None:
+        num_ranks = settings.partition.num_ranks
+        require(
+            settings.num_shard in (None, num_ranks) or is_auto(settings.num_shard),
+            f"--num-shard {settings.num_shard} and --partition {settings.partition} of {num_ranks} ranks contradict "
+            f"each other: leave out --num-shard",
+        )
+        return num_ranks
     if settings.num_shard is not None and not is_auto(settings.num_shard):
         return int(settings.num_shard)
     if not num_devices and settings.numa:

@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = ("hostname", "default_hostname")
 # Settings of the launcher and its open sockets, which all deployments share.
-FIXED = ("port", "prometheus_port", "shard_uds_path", "master_port", "address_file")
+FIXED = (
+    *("port", "prometheus_port", "shard_uds_path", "master_port", "address_file"),
+    *("state_dir", "database", "memory_budget"),
+)
 
 
 def next_settings(

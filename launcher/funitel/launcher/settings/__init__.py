@@ -3,14 +3,18 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from funitel.launcher.settings.memory_size import MemorySize
 from funitel.launcher.settings.shard_count import ShardCount, is_auto
+from funitel.launcher.settings.worker_port import WorkerPortSettings
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.security.tls import Pair
 from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.batch_sizes import BatchSizes
-from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE
-from funitel.proto.settings.fields import check_bounds, inherited, require, setting
+from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from funitel.proto.settings.fields import check_bounds, inherited, project, require, setting
+from funitel.proto.settings.options import Counts
+from funitel.proto.settings.partition import Partition
 from funitel.router.settings import (
     RouterSettings,
     check_access,
@@ -21,10 +25,15 @@ from funitel.router.settings import (
 
 _SHARD = {field.name: field for field in fields(ModelServerSettings)}
 _ROUTER = {field.name: field for field in fields(RouterSettings)}
+_WORKER_PORT = {field.name: field for field in fields(WorkerPortSettings)}
 
 
 def _shard(name: str, **changes: Any) -> Any:
     return inherited(_SHARD[name], **changes)
+
+
+def _worker_port(name: str) -> Any:
+    return inherited(_WORKER_PORT[name])
 
 
 def _router(name: str, **changes: Any) -> Any:
@@ -52,11 +61,15 @@ class LauncherSettings:
         "1; auto: the same, or the number of GPUs that nvidia-smi lists where neither is set.",
         bounds=AT_LEAST_ONE,
     )
+    partition: Partition | None = _shard("partition")
+    layers: Counts | None = _shard("layers")
+    expert_parallel: bool = _shard("expert_parallel")
     num_replicas: int = setting(
         1,
         "Copies of the model, each of --num-shard shards; a request goes to the replica that has its prefix cached.",
         bounds=AT_LEAST_ONE,
     )
+    engine: str | None = _shard("engine")
     device: str = _shard("device")
     dtype: str | None = _shard("dtype")
     quantize: str | None = _shard("quantize")
@@ -92,6 +105,8 @@ class LauncherSettings:
     max_queued_tokens: int | None = _router("max_queued_tokens")
     max_best_of: int = _router("max_best_of")
     max_stop_sequences: int = _router("max_stop_sequences")
+    default_stop: tuple[str, ...] = _router("default_stop")
+    default_stop_token_ids: Counts | None = _router("default_stop_token_ids")
     max_top_n_tokens: int = _router("max_top_n_tokens")
     max_logprobs: int = _router("max_logprobs")
     max_input_tokens: int | None = _router("max_input_tokens")
@@ -157,6 +172,7 @@ class LauncherSettings:
     max_unread_bytes: int = _router("max_unread_bytes")
     max_total_unread_bytes: int = _router("max_total_unread_bytes")
     unread_timeout_seconds: float = _router("unread_timeout_seconds")
+    wait_for_load: float = _router("wait_for_load")
     max_stored_responses: int = _router("max_stored_responses")
     max_stored_response_bytes: int = _router("max_stored_response_bytes")
     batch_dir: str | None = _router("batch_dir")
@@ -164,6 +180,8 @@ class LauncherSettings:
     max_batch_file_bytes: int = _router("max_batch_file_bytes")
     api_key: str | None = _router("api_key")
     api_key_file: str | None = _router("api_key_file")
+    max_wrong_keys: int = _router("max_wrong_keys")
+    ban_seconds: float = _router("ban_seconds")
     share_prefixes: bool = _router("share_prefixes")
     protect_all_routes: bool = _router("protect_all_routes")
     tls_cert: str | None = _router("tls_cert")
@@ -184,6 +202,31 @@ class LauncherSettings:
     otlp_decode_tokens: int = _router("otlp_decode_tokens")
     memory_bandwidth: float | None = _router("memory_bandwidth")
     debug_routes: bool = _router("debug_routes")
+    state_dir: str | None = setting(
+        None,
+        "Folder in which models that are launched beside this one are kept for the next start; they are forgotten "
+        "when not given.",
+    )
+    database: str | None = setting(
+        None, "PostgreSQL database for the state instead of a file in --state-dir: postgresql+psycopg://user@host/name."
+    )
+    worker_port: int | None = _worker_port("worker_port")
+    worker_hostname: str | None = _worker_port("worker_hostname")
+    worker_tls_cert: str | None = _worker_port("worker_tls_cert")
+    worker_tls_key: str | None = _worker_port("worker_tls_key")
+    worker_tls_ca: str | None = _worker_port("worker_tls_ca")
+    worker_timeout: float = _worker_port("worker_timeout")
+    insecure_workers: bool = _worker_port("insecure_workers")
+    ray_address: str | None = setting(
+        None,
+        "Ray cluster for launches with executor ray: HOST:PORT of its head, or auto for that of this machine.",
+    )
+    memory_budget: MemorySize | None = setting(
+        None,
+        "Memory that all models may take together, such as 16GiB; for another model, the least recently used of the "
+        "idle ones is unloaded. When not given, 85 % of the memory of the machine or of its control group.",
+        bounds=POSITIVE,
+    )
     config: str | None = setting(
         None,
         "File of settings, one VARIABLE=value a line; flags and the environment override it. Reloaded on SIGHUP, see "
@@ -199,12 +242,14 @@ class LauncherSettings:
         "TGI, they fail, and the launcher ends with the last replica.",
         bounds=NOT_NEGATIVE,
     )
+    shutdown_delay: float = _router("shutdown_delay")
     graceful_termination_timeout: int = setting(
         90, "Seconds that each process has to stop before it is killed.", short="-g", bounds=NOT_NEGATIVE
     )
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        self.workers_port.check_worker_port()
         require(bool(self.model_id.strip()), "--model-id must not be empty")
         require(
             self.max_input_tokens is None or self.max_input_length is None,
@@ -248,6 +293,11 @@ class LauncherSettings:
             self.target_ttft_ms is None or self.prefill_chunking,
             f"--target-ttft-ms {self.target_ttft_ms} needs --prefill-chunking true, given false",
         )
+
+    @property
+    def workers_port(self) -> WorkerPortSettings:
+        """Where workers join."""
+        return project(self, WorkerPortSettings)
 
     @property
     def tls_pair(self) -> Pair | None:

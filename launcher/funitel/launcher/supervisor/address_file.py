@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from funitel.launcher.config.resolve import ResolvedSettings
-from funitel.launcher.supervisor.health import reachable
+from funitel.launcher.processes.health import reachable
 from funitel.proto.process.locks import lock_of, try_lock
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from funitel.launcher.config.child_commands import Commands, router_environ
 from funitel.launcher.config.resolve import ResolvedSettings, describe, fit_to_model, probe_context
 from funitel.launcher.config.sockets import remove_sockets
-from funitel.launcher.supervisor.health import router_answers
-from funitel.launcher.supervisor.process import Child, relay
+from funitel.launcher.processes.health import router_answers
+from funitel.launcher.processes.relay import relay
+from funitel.launcher.supervisor.process import Child
 from funitel.launcher.supervisor.replica import ReplicaProcesses, find_culprit, stop_all
 from funitel.proto.errors import FunitelError, ShardFailed
 
@@ -38,6 +39,7 @@ class Deployment:
         environ: Mapping[str, str],
         commands: Commands,
         listeners: Sequence[socket],
+        control_socket: Path | None = None,
     ) -> None:
         """Prepare the deployment; `start` starts its processes.
 
@@ -46,15 +48,15 @@ class Deployment:
             environ: the launcher's.
             commands: of the children.
             listeners: sockets on which the router accepts connections.
+            control_socket: of the control plane, for the router.
         """
         self.settings = settings
         self.is_ready = False
-        self._replicas = [
-            ReplicaProcesses(index, settings, environ, commands) for index in range(settings.num_replicas)
-        ]
+        self.replicas = [ReplicaProcesses(index, settings, environ, commands) for index in range(settings.num_replicas)]
         self._commands = commands
         self._router_environ = router_environ(settings, environ)
         self._listeners = listeners
+        self._control_socket = control_socket
         self._router: Child | None = None
 
     async def start(self, fetch: Callable[[], Awaitable[Path]], *, is_first: bool) -> None:
@@ -73,7 +75,7 @@ class Deployment:
         folder = await self._guarded(fetch())
         self.settings = fit_to_model(self.settings, folder)
         logger.info("settings: %s", describe(self.settings))
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.load(folder)
         if not is_first:
             await self._start_shards()
@@ -87,18 +89,25 @@ class Deployment:
         self.is_ready = True
 
     async def _start_shards(self) -> None:
-        await asyncio.gather(*(replica.start() for replica in self._replicas))
+        await asyncio.gather(*(replica.start() for replica in self.replicas))
 
     async def _start_router(self, folder: Path, write_end: int, *, is_first: bool) -> None:
         descriptors = tuple(listener.fileno() for listener in self._listeners)
-        argv = self._commands.route(self.settings, folder, descriptors, write_end, accepts_early=is_first)
+        argv = self._commands.route(
+            self.settings,
+            folder,
+            descriptors,
+            write_end,
+            accepts_early=is_first,
+            control_socket=self._control_socket,
+        )
         on_line = relay("router", json_output=self.settings.json_output)
         self._router = Child("router", argv, self._router_environ, on_line, pass_fds=(*descriptors, write_end))
         await self._router.start()
 
     def _probes(self) -> dict[Child, Probe]:
         """The health check of every shard."""
-        ranks = [(each, rank) for each in self._replicas for rank in range(len(each.shards))]
+        ranks = [(each, rank) for each in self.replicas for rank in range(len(each.shards))]
         return {replica.shards[rank]: partial(replica.answers, rank) for replica, rank in ranks}
 
     def _router_answers(self) -> Awaitable[bool]:
@@ -143,7 +152,7 @@ class Deployment:
 
     @property
     def _shards(self) -> list[Child]:
-        return [shard for replica in self._replicas for shard in replica.shards]
+        return [shard for replica in self.replicas for shard in replica.shards]
 
     @property
     def _running_router(self) -> Child:
@@ -158,7 +167,7 @@ class Deployment:
         """
         router = self._running_router
         serving: dict[asyncio.Task[str], ReplicaProcesses] = {
-            asyncio.create_task(each.serve(self.settings.max_restarts)): each for each in self._replicas
+            asyncio.create_task(each.serve(self.settings.max_restarts)): each for each in self.replicas
         }
         stopping: list[asyncio.Task[None]] = []
         try:
@@ -171,7 +180,7 @@ class Deployment:
                     del serving[task]
                     if not serving:
                         raise ShardFailed(task.result())
-                    count = f"{len(serving)} of {len(self._replicas)} replicas go on"
+                    count = f"{len(serving)} of {len(self.replicas)} replicas go on"
                     logger.error("a replica is lost: %s; %s", task.result(), count)
                     stopping.append(asyncio.create_task(replica.stop(IDLE_GRACE_SECONDS)))
         finally:
@@ -191,7 +200,7 @@ class Deployment:
         if self._router:
             await self._stop_router(self._router, watching)
         await end(watching)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.forget_pipes()
         is_idle = not self.is_ready or any(shard.has_exited for shard in self._shards)
         grace = float(self.settings.graceful_termination_timeout)
@@ -202,7 +211,7 @@ class Deployment:
         """Let the router finish its requests, within the grace period and while a replica is left."""
         if not router.has_exited:
             router.request_stop()
-            grace = float(self.settings.graceful_termination_timeout)
+            grace = self.settings.shutdown_delay + self.settings.graceful_termination_timeout
             # A start that was cancelled has no watch task; its router may serve already, and needs each of its shards.
             lost = {shard.exited for shard in self._shards} if watching.done() else {watching}
             await asyncio.wait({router.exited, *lost}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)

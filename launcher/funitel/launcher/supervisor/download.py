@@ -5,7 +5,8 @@ from pathlib import Path
 
 import typer
 
-from funitel.launcher.supervisor.process import Child, parse_record, relay
+from funitel.launcher.processes.relay import parse_record, relay
+from funitel.launcher.supervisor.process import Child
 from funitel.proto.errors import StartupError
 
 

@@ -1,27 +1,22 @@
 """Run one child process: start it, forward its output line by line, stop it by SIGTERM and then SIGKILL."""
 
 import asyncio
-import json
 import logging
 import os
 import signal
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from funitel.launcher.supervisor.pid_one import OwnChildren
-from funitel.proto.printable import printable
-from funitel.proto.process.logs import json_event
+from funitel.launcher.processes.pid_one import OWN_CHILDREN
+from funitel.launcher.processes.relay import working_directory
 
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 1 << 20  # longer lines are split
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
 STOP_AGAIN_SECONDS = 0.5
-OWN_CHILDREN = OwnChildren()
 
 
 class Child:
@@ -76,6 +71,11 @@ class Child:
         return self._exited is not None and self._exited.done()
 
     @property
+    def pid(self) -> int | None:
+        """Of the process; None before it was started."""
+        return self._pid
+
+    @property
     def has_started(self) -> bool:
         """Whether there was a process."""
         return self._pid is not None
@@ -97,7 +97,7 @@ class Child:
                     stdout=pipes[0].write_end,
                     stderr=stderr,
                     start_new_session=True,
-                    cwd=_working_directory(),
+                    cwd=working_directory(),
                     pass_fds=self._pass_fds,
                 )
                 OWN_CHILDREN.pids.add(process.pid)
@@ -235,58 +235,3 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
             yield line.decode(errors="replace").rstrip("\r")
     if rest:
         yield rest.decode(errors="replace")
-
-
-def relay(process: str, *, json_output: bool) -> Callable[[str], None]:
-    """Make the function that forwards a child's lines to stderr, as text or as JSON events.
-
-    Args:
-        process: name of the child in these lines, such as "shard 0".
-        json_output: rewrite the events of shards as the launcher's, pass those of the router unchanged, and wrap
-            any other line in an event.
-    """
-    if json_output:
-        return lambda line: _write(_event(process.replace(" ", "-"), line))
-    return lambda line: _write(f"{process} | {line}")
-
-
-def parse_record(line: str) -> dict[str, Any] | None:
-    """The record of a line in loguru's JSON form, which shards and downloads log; None for any other line."""
-    event = _parse(line)
-    record = event.get("record") if event else None
-    return record if isinstance(record, dict) and {"level", "message", "time", "name"} <= record.keys() else None
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _event(process: str, line: str) -> str:
-    record = parse_record(line)
-    if record is not None:
-        level, seconds = logging.getLevelName(record["level"]["name"]), record["time"]["timestamp"]
-        more = dict(record["extra"]) if isinstance(record.get("extra"), dict) else {}
-        more |= {"exception": record["exception"]} if record.get("exception") else {}
-        return json_event(seconds, level, process, record["name"], record["message"], **more)
-    if _parse(line) is not None:
-        return line
-    level = logging.ERROR if line.startswith("error: ") else logging.INFO
-    return json_event(time.time(), level, process, "output", line)
-
-
-def _write(line: str) -> None:
-    with suppress(OSError):  # a full disk or a closed pipe: the line is lost, but the child does not block
-        print(printable(line), file=sys.stderr, flush=True)
-
-
-def _working_directory() -> str | None:
-    """None for the launcher's own; another one where that was removed, since libraries of the children need one."""
-    try:
-        os.getcwd()
-    except OSError:
-        return "/"
-    return None

@@ -14,9 +14,10 @@ from funitel.launcher.config.child_commands import Commands, shard_environ
 from funitel.launcher.config.replica_settings import environ_of_replica, settings_of_replica
 from funitel.launcher.config.resolve import ResolvedSettings
 from funitel.launcher.config.sockets import free_port, is_free, socket_of
-from funitel.launcher.supervisor.health import shard_answers
-from funitel.launcher.supervisor.process import Child, relay, stop_child
-from funitel.launcher.supervisor.restart_policy import RestartPolicy
+from funitel.launcher.processes.health import shard_answers
+from funitel.launcher.processes.relay import relay
+from funitel.launcher.processes.restart_policy import RestartPolicy
+from funitel.launcher.supervisor.process import Child, stop_child
 from funitel.launcher.supervisor.watchdog import kill_when_unresponsive
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,16 @@ class ReplicaProcesses:
         closing.callback(os.close, read_end)
         self._folder_pipes.append(write_end)
         return read_end
+
+    @property
+    def address(self) -> str:
+        """Of rank 0, as the router connects."""
+        return f"unix://{socket_of(self._settings.shard_uds_path, 0)}"
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of its ranks that run."""
+        return tuple(shard.pid for shard in self.shards if shard.pid is not None and not shard.has_exited)
 
     def load(self, folder: Path) -> None:
         """Have every rank load the model in a folder, and those of later starts too."""

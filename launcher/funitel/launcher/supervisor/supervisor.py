@@ -22,11 +22,11 @@ import typer
 
 from funitel.launcher.config.child_commands import Commands, download_environ
 from funitel.launcher.config.resolve import ResolvedSettings
+from funitel.launcher.processes.pid_one import OWN_CHILDREN, OrphanReaper, is_pid_one
 from funitel.launcher.supervisor.announce import announce
 from funitel.launcher.supervisor.deployment import Deployment, end
 from funitel.launcher.supervisor.download import Download
-from funitel.launcher.supervisor.pid_one import OrphanReaper, is_pid_one
-from funitel.launcher.supervisor.process import OWN_CHILDREN, stop_child
+from funitel.launcher.supervisor.process import stop_child
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.process import logs
 
@@ -60,6 +60,7 @@ class Supervisor:
         resolve_next: ResolveNext,
         commands: Commands | None = None,
         on_upgrade: Callable[[ResolvedSettings], None] = lambda settings: None,
+        control_socket: Path | None = None,
     ) -> None:
         """Prepare the supervisor; `run` starts the deployment.
 
@@ -70,6 +71,7 @@ class Supervisor:
             resolve_next: called by an upgrade for its settings.
             commands: of the children.
             on_upgrade: called with the settings of a deployment that has replaced another.
+            control_socket: of a control plane beside it, for its routers.
         """
         self._settings = settings
         self._environ = environ
@@ -77,6 +79,10 @@ class Supervisor:
         self._resolve_next = resolve_next
         self._commands = commands or Commands()
         self._on_upgrade = on_upgrade
+        self._control_socket = control_socket
+        self.ready = asyncio.Event()
+        self.current: Deployment | None = None  # that takes new requests
+        self.load_seconds: float | None = None  # of the start
         self._download: Download | None = None
         self._deployments: dict[Deployment, asyncio.Task[None]] = {}  # oldest first, each with its watch task
         self._num_deployments = 0
@@ -109,7 +115,9 @@ class Supervisor:
         started = time.monotonic()
         current = await self._start(self._settings, self._environ)
         self._is_ready = True
-        announce(current.settings, seconds=time.monotonic() - started)
+        self.current, self.load_seconds = current, time.monotonic() - started
+        announce(current.settings, seconds=self.load_seconds)
+        self.ready.set()
         while True:
             requested = asyncio.create_task(self._upgrade_requested.wait())
             watching = self._deployments[current]
@@ -118,11 +126,11 @@ class Supervisor:
             if watching.done():
                 watching.result()
             self._upgrade_requested.clear()
-            current = await self._upgrade(current, watching)
+            self.current = current = await self._upgrade(current, watching)
 
     async def _start(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Deployment:
         """Start a deployment and return it once it is ready."""
-        deployment = Deployment(settings, environ, self._commands, self._listeners)
+        deployment = Deployment(settings, environ, self._commands, self._listeners, self._control_socket)
         fetch = partial(self._fetch, settings, environ)
         starting = asyncio.create_task(deployment.start(fetch, is_first=not self._is_ready))
         self._deployments[deployment] = starting

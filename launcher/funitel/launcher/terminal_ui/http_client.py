@@ -2,12 +2,14 @@
 
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.terminal_ui.credentials import credential_for
 from funitel.launcher.terminal_ui.terminal import one_line
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady, SettingsError, Unauthorized
@@ -41,30 +43,41 @@ def context_of(settings: Any) -> ssl.SSLContext | None:
     return client_context(settings.tls_ca, pair)
 
 
+LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
 CONNECT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 600.0  # a server in a long prefill sends nothing
 
 START_ADVICE = "start one by funitel serve MODEL, or name another by --url"
 
+UNIX = "unix"
 JSON = Any
 
 
 class Api:
     """One server, with a connection for each request; closing a stream early cancels its request."""
 
-    def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        context: ssl.SSLContext | None = None,
+        *,
+        takes_sockets: bool = False,
+    ) -> None:
         """Make a client of one server.
 
         Args:
             url: `host:port` alone means HTTP.
             api_key: as the settings have it; `credential_for` decides whether this server gets it.
             context: for HTTPS.
+            takes_sockets: whether `url` may be `unix:///path`, the control socket of a server.
 
         Raises:
             SettingsError: `url` is invalid.
         """
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        self._parts = _split(self.url)
+        self._parts = _split(self.url, takes_sockets=takes_sockets)
+        self._base = "" if self._parts.scheme == UNIX else self._parts.path
         self._context = context
         credential = credential_for(api_key, self.url)
         self._headers = {"Authorization": f"Bearer {credential.key}"} if credential.key else {}
@@ -80,13 +93,21 @@ class Api:
         with self._request("GET", path, None) as response:
             return parsed(response.read())
 
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> JSON:
+        """The answer to a request that may take minutes.
+
+        Raises: as `get`.
+        """
+        with self._request(method, path, body, READ_TIMEOUT_SECONDS) as response:
+            return parsed(response.read())
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[JSON, None, None]:
         """POST and yield the events of the answer; closing the generator closes the connection.
 
         Raises:
             FunitelError: the server refused, failed midway or closed the connection.
         """
-        with self._request("POST", path, body) as response:
+        with self._request("POST", path, body, READ_TIMEOUT_SECONDS) as response:
             while line := response.readline():
                 field, _, value = line.decode().rstrip("\r\n").partition(":")
                 if field != "data" or not value:
@@ -99,18 +120,20 @@ class Api:
                 yield event
 
     @contextmanager
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """An answer with status 200."""
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, read_seconds: float = CONNECT_SECONDS
+    ) -> Iterator[http.client.HTTPResponse]:
+        """An answer with a status of success."""
         connection = self._connection()
         headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
         content = None if body is None else json.dumps(body).encode()
         response = None
         try:
-            connection.request(method, self._parts.path + path, content, headers)
+            connection.request(method, self._base + path, content, headers)
             if connection.sock is not None:
-                connection.sock.settimeout(READ_TIMEOUT_SECONDS if body is not None else CONNECT_SECONDS)
+                connection.sock.settimeout(read_seconds)
             response = connection.getresponse()
-            if response.status != 200:
+            if not 200 <= response.status < 300:
                 raise self._refusal(response, response.read())
             yield response
         except (OSError, http.client.HTTPException) as error:
@@ -122,6 +145,8 @@ class Api:
             connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
+        if self._parts.scheme == UNIX:
+            return _UnixConnection(self._parts.path)
         host, port = self._parts.hostname or "", self._parts.port
         if self._parts.scheme == "https":
             return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=self._context)
@@ -144,15 +169,31 @@ class Api:
                 return FunitelError(message)
 
 
-def _split(url: str) -> SplitResult:
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _split(url: str, *, takes_sockets: bool) -> SplitResult:
     try:
         parts = urlsplit(url)
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_right |= takes_sockets and parts.scheme == UNIX and not parts.netloc and len(parts.path) > 1
         is_right &= url.isprintable() and " " not in url
     except ValueError:
         is_right = False
     if not is_right:
-        raise SettingsError(f"--url must be like http://host:port, given {url!r}")
+        form = "http://host:port or unix:///path" if takes_sockets else "http://host:port"
+        raise SettingsError(f"--url must be like {form}, given {url!r}")
     return parts
 
 

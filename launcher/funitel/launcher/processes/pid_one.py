@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -35,6 +35,41 @@ class OwnChildren:
             yield
         finally:
             self.num_starting -= 1
+
+
+OWN_CHILDREN = OwnChildren()
+
+
+async def output_of(
+    argv: Sequence[str], environ: Mapping[str, str], max_seconds: float | None = None
+) -> tuple[int, bytes, bytes]:
+    """Run a program to its end; its exit code, stdout and stderr. It is killed where the call is cancelled.
+
+    Raises:
+        OSError: it cannot be started.
+        TimeoutError: it takes longer than `max_seconds`.
+    """
+    with OWN_CHILDREN.starting():
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            env=environ,
+            cwd="/",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        OWN_CHILDREN.pids.add(process.pid)
+    try:
+        async with asyncio.timeout(max_seconds):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await asyncio.shield(process.wait())
+        OWN_CHILDREN.pids.discard(process.pid)
+    assert process.returncode is not None, "it has ended"
+    return process.returncode, output, errors
 
 
 def is_pid_one() -> bool:

@@ -16,13 +16,14 @@ Launch = Callable[..., Any]
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 PATIENCE_SECONDS = 30.0
+PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 # Starts children, with orphans among them, as a process that adopts orphans like PID 1 does.
 STORM = """
 import asyncio, ctypes, json, sys
 from pathlib import Path
-from funitel.launcher.supervisor.pid_one import OrphanReaper
-from funitel.launcher.supervisor.process import OWN_CHILDREN, Child
+from funitel.launcher.processes.pid_one import OWN_CHILDREN, OrphanReaper
+from funitel.launcher.supervisor.process import Child
 
 PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -41,6 +42,32 @@ async def main():
 
 asyncio.run(asyncio.wait_for(main(), 60))
 """
+
+
+# Asks programs for their output while orphans are reaped.
+ASK = """
+import asyncio, json, sys
+from funitel.launcher.control_plane.model_tools import ModelTools
+from funitel.launcher.processes.pid_one import OWN_CHILDREN, OrphanReaper
+from funitel.launcher.processes.program_output import json_of
+
+ANSWER = [sys.executable, "-Sc", "print('{\\"list\\": []}')"]
+
+async def main():
+    OrphanReaper(OWN_CHILDREN)
+    asked = [json_of(ANSWER, {}) for _ in range(10)]
+    cached = [ModelTools({}, command=ANSWER).cached() for _ in range(10)]
+    print(json.dumps([await asyncio.gather(*asked), await asyncio.gather(*cached), len(OWN_CHILDREN.pids)]))
+
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
+def test_programs_that_are_asked_keep_their_exit_codes() -> None:
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env={**os.environ, **PATHS})
+    assert "Unknown child process" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[[{"list": []}, ""]] * 10, [[]] * 10, 0]
 
 
 def can_unshare() -> bool:

@@ -1,6 +1,6 @@
 """When a replica is started again, and when it is not."""
 
-from funitel.launcher.supervisor.restart_policy import MAX_DELAY_SECONDS, STEADY_SECONDS, RestartPolicy
+from funitel.launcher.processes.restart_policy import MAX_DELAY_SECONDS, STEADY_SECONDS, RestartPolicy
 
 
 def test_at_once_then_later_and_later_then_never() -> None:

@@ -1,0 +1,1 @@
+"""Executors: where the shards of a replica run, behind one interface."""

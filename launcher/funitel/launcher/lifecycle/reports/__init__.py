@@ -1,0 +1,1 @@
+"""What is told of models: snapshots, history, counts, and the stored state."""

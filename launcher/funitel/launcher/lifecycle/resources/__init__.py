@@ -1,0 +1,1 @@
+"""What models take of a machine: memory and GPUs, estimated, measured and shared out."""

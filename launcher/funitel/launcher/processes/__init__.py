@@ -1,0 +1,1 @@
+"""Processes of this machine: their output, their health, their end."""

@@ -1,0 +1,1 @@
+"""`funitel up` and `funitel down`: a server of many models, with processes that outlive its control plane."""

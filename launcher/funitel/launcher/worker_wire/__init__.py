@@ -1,0 +1,1 @@
+"""The connection between a worker and the control plane: what is said, and how it begins."""
