@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tests
 WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults --ignore=integration-tests/container
 # They measure time, so nothing else may run beside them.
-TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix_cache.py replicas.py scheduling.py throughput.py)
+TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py live_replicas.py prefix_cache.py replicas.py scheduling.py throughput.py)
 # Those that call what changed between releases of a library, and one of each program.
 LOWEST_TESTS := proto/tests/test_wire.py proto/tests/grammar/test_compiler.py proto/tests/tracing launcher/tests/config/test_command_line.py \
   router/tests/transport/test_connection.py router/tests/telemetry/test_collectors.py model_server/tests/convert/test_gguf.py integration-tests/test_versions.py \
@@ -14,6 +14,9 @@ LOWEST_TOOLS := pytest pytest-asyncio hypothesis jsonschema trustme
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 # With --check: only say whether they are up to date.
 write_pages = for page in settings routes metrics modules examples; do $(BIN)/python scripts/$${page}_page.py $(1) || exit 1; done
+
+# Without byte code every process that a test starts compiles all modules again, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean

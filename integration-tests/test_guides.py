@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.router.telemetry import metrics, roofline
+from funitel.router.telemetry import metrics, replica_metrics, roofline
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,7 +44,7 @@ def test_flags_of_a_guide_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", GUIDES)
 def test_metrics_of_a_guide_exist(name: str) -> None:
-    code = Path(metrics.__file__).read_text() + Path(roofline.__file__).read_text()
+    code = "".join(Path(module.__file__).read_text() for module in (metrics, roofline, replica_metrics))
     named = set(re.findall(r"`((?:tgi|funitel)_\w+)", guide(name)))
     missing = {found for found in named if f'"{found.removesuffix("_total")}"' not in code}
     assert missing <= {"tgi_batch_total_tokens"}  # which migrate.md calls absent

@@ -44,7 +44,9 @@ GRPC_RIMS = {
     "funitel.router.shard_client.rank",
     "funitel.model_server.rpc.servicer",
     "funitel.model_server.rpc.tracing",
-    "funitel.launcher.supervisor.health",
+    "funitel.launcher.processes.health",
+    "funitel.launcher.executors.shard_calls",
+    "funitel.launcher.executors.shard_health",
 }
 # The launcher copies its environment once and hands it down; typer reads the variables of settings.
 # A library has no main module: what its callers do not say it reads where they call it.
@@ -54,6 +56,10 @@ ENVIRONMENT_READERS |= {"funitel.router.sandbox.process"}  # hands a few variabl
 ENVIRONMENT_READERS |= {"funitel.proto"}  # it reads nothing: it sets a variable for gRPC before that is imported
 ENVIRONMENT_READERS |= {f"funitel.proto.settings.{module}" for module in ("command", "fields", "options")}
 ENVIRONMENT_READERS |= {"funitel.launcher.terminal_ui.credentials"}  # which server a client's key is for
+ENVIRONMENT_READERS |= {"funitel.launcher.up.program"}  # copies it once, as `__main__` does for `serve`
+ENVIRONMENT_READERS |= {f"funitel.launcher.machine.{module}" for module in ("facts", "ranks")}  # of another machine
+ENVIRONMENT_READERS |= {"funitel.launcher.executors.ray_actor"}  # what Ray gives to an actor
+ENVIRONMENT_READERS |= {"funitel.model_server.tools.cache.listing"}  # where the hub's library keeps its cache
 ENVIRONMENT_READERS |= {"funitel.launcher.cli.server"}  # hands it to the server that a client starts
 
 

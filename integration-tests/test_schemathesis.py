@@ -14,6 +14,7 @@ import pytest
 from funitel_testing.fuzz_requests import FLAGS, Target
 from funitel_testing.servers import Server, serving
 
+CONFIG = Path(__file__).with_name("schemathesis.toml")
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 SHORT = ("--phases", "fuzzing", "--max-examples", "24", "--generation-deterministic")
 FULL = ("--phases", "coverage,fuzzing", "--max-examples", "60")
@@ -41,7 +42,8 @@ async def test_damaged_requests_are_refused(server: Server) -> None:
 def test_the_document_holds(server: Server, tmp_path: Path, is_full: bool, figures: dict[str, object]) -> None:
     """Run schemathesis over every operation of the served document."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)]
+    command += ["run", f"{server.url}/openapi.json"]
     command += ["--checks", ",".join(CHECKS), "--continue-on-failure", "--no-color", "--no-shrink"]
     command += ["--report", "json", "--report-json-path", str(report), *(FULL if is_full else SHORT)]
     # Most texts it draws are no segment of a path, so a route with nothing but a name in its path draws in vain.

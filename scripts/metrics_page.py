@@ -19,7 +19,8 @@ Written by `make pages` from the definitions of the router; change those, not th
 Prometheus' text format on the port of the server and on `--prometheus-port`, without an API key unless
 `--protect-all-routes` is given. Times are in seconds, sizes in bytes or tokens as the name says. A histogram has the
 series `NAME_bucket`, `NAME_sum` and `NAME_count`. With several replicas a gauge is their sum, and ranks are numbered
-across them. A series with a label appears with its first value.
+across them. A series with a label appears with its first value. A router of several models adds the label `model` to
+every series that is about one of them; with one model there is no such label.
 
 What to watch is in [observability](observability.md) and [scheduling](scheduling.md); a dashboard for Grafana is in
 `docs/grafana`.
@@ -63,7 +64,11 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("funitel_state_slots", "state"): "`used`, `free`, or `cached` (free, and kept as a checkpoint)",
     ("funitel_draft_tokens", "outcome"): "`accepted` or `rejected`",
     ("funitel_sequences", "state"): "`waiting` or `running`",
-    ("funitel_replicas", "state"): "`serving` or `lost`",
+    ("funitel_replicas", "state"): "`serving`, `lost` or `draining`",
+    ("funitel_replica_sequences", "state"): "`waiting` or `running`",
+    ("", "replica"): "id of the replica",
+    ("funitel_model_state", "model"): "name of the model",
+    ("funitel_model_state", "state"): "the [states](replicas.md#metrics) of a model",
     ("funitel_adapter_loads", "outcome"): "`loaded` or `failed`",
     ("vllm:lora_requests_info", "max_lora"): "`--max-loras`",
     ("vllm:lora_requests_info", "running_lora_adapters"): "names of adapters that requests use, comma-separated",
@@ -82,7 +87,8 @@ def labels_by_name(metrics: Metrics) -> dict[str, list[str]]:
         for each in collectors
         if hasattr(each, "_name")
     }
-    named |= {family.name: list(getattr(family, "_labelnames", ())) for family in metrics.adapters.collect()}
+    for collector in (metrics.adapters, metrics.replicas, metrics.models):
+        named |= {family.name: list(getattr(family, "_labelnames", ())) for family in collector.collect()}
     return named | {family.name: ["rank"] for family in metrics.roofline.collect() if "decode" in family.name}
 
 

@@ -10,6 +10,7 @@ from funitel.router.api import (
     anthropic,
     batches,
     embeddings,
+    fleet,
     inferflow,
     native,
     openai,
@@ -56,6 +57,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("Encoders", ENCODERS, embeddings.ROUTES),
     ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),
     ("Platforms", PLATFORMS, platforms.ROUTES),
+    ("Models at run time", "See [fleet](fleet.md).", fleet.ROUTES),
     ("Operators", OPERATORS, operators.ROUTES),
     ("Debugging", "With `--debug-routes` only.", operators.DEBUG_ROUTES),
 )

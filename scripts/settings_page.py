@@ -12,6 +12,7 @@ from typing import Any
 from generated_page import write_or_check
 
 from funitel.launcher.bench.settings import BenchSettings
+from funitel.launcher.cli.fleet.settings import LaunchSettings, RegisterSettings, RemoveSettings, ReplicasSettings
 from funitel.launcher.cli.keys import ListKeysSettings, NewKeySettings, RevokeKeySettings
 from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.settings import LauncherSettings
@@ -94,6 +95,27 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     ),
     ("List keys: `funitel key list`", "Lists the keys of a file.", ListKeysSettings),
     ("Revoke a key: `funitel key revoke NAME`", "Revokes a key.", RevokeKeySettings),
+    (
+        "Launch: `funitel launch MODEL`",
+        "Launches a model on a running server. The flags of the server to use are those of all commands of "
+        "[models at run time](fleet.md).",
+        LaunchSettings,
+    ),
+    (
+        "Replicas: `funitel replicas NAME`",
+        "Lists the replicas of a model of a running server, adds some or removes one. See [fleet](fleet.md).",
+        ReplicasSettings,
+    ),
+    (
+        "Register: `funitel register FILE`, `funitel unregister NAME`, `funitel registrations`",
+        "Adds, removes and lists custom models of a running server. See [fleet](fleet.md).",
+        RegisterSettings,
+    ),
+    (
+        "Remove: `funitel remove NAME`, `funitel cached`",
+        "Deletes a model from the disk, or lists the models there. See [fleet](fleet.md).",
+        RemoveSettings,
+    ),
     (
         "Load generator: `funitel bench MODEL`",
         "Loads servers with requests and measures latency and throughput. See [bench](bench.md).",
