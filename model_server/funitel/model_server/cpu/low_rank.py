@@ -22,6 +22,7 @@ _KINDS = {
     torch.float16: MatrixKind.FLOAT16,
     torch.bfloat16: MatrixKind.BFLOAT16,
 }
+PANEL_OUTPUTS = 16  # outputs that a panel of a matrix has
 SiteParts = Mapping[int, tuple[Site, ...]]
 
 
@@ -37,7 +38,8 @@ class FusedAdapter:
     def __init__(self, sites: SiteParts, table: Site, adapter: AdapterTensors) -> None:
         self.num_bytes = 0
         self._dtype = adapter.dtype
-        self._numbers = HugePages(adapter.num_elements * self._dtype.itemsize)
+        padding = sum(2 * PANEL_OUTPUTS * pair.a.shape[0] for pair in adapter.low_ranks.values())
+        self._numbers = HugePages((adapter.num_elements + padding) * self._dtype.itemsize)
         self._kept: list[object] = []  # what the record points to
         records = (SiteRecord * (max(sites) + 1))()
         for index, parts in sites.items():
@@ -54,6 +56,7 @@ class FusedAdapter:
         """One matrix: its parts, such as gate and up, have ranks one after the other."""
         rows: list[torch.Tensor] = []
         pieces: list[PieceRecord] = []
+        scales: list[float] = []
         whole: torch.Tensor | None = None
         for number, part in enumerate(parts):
             if part is None:
@@ -61,17 +64,21 @@ class FusedAdapter:
             whole = part.whole if whole is None else whole
             first = sum(map(len, rows))
             rows += [] if part.a is None else [part.a]
+            scales += [0.0] * (0 if part.a is None else len(part.a))
             for piece in part.pieces:
-                count, rank = piece.b.shape
-                b = self._hold(piece.b.t())
-                pieces.append(
-                    PieceRecord(b, piece.scale, first + piece.first_rank, rank, number, piece.first_output, count)
-                )
-        listed = (PieceRecord * len(pieces))(*pieces)
-        self._kept.append(listed)
+                panels = panels_of(piece.b, piece.first_output)
+                num_panels, rank, _ = panels.shape
+                first_panel = piece.first_output // PANEL_OUTPUTS
+                b = self._hold(panels)
+                begin = first + piece.first_rank
+                pieces.append(PieceRecord(b, begin, rank, number, first_panel, num_panels))
+                scales[begin : begin + rank] = [piece.scale] * rank
+        listed, scaled = (PieceRecord * len(pieces))(*pieces), (ctypes.c_float * len(scales))(*scales)
+        self._kept += [listed, scaled]
         a = torch.cat([row.to(self._dtype) for row in rows]) if rows else None
         num_ranks = 0 if a is None else a.shape[0]
-        return SiteRecord(self._hold(a), ctypes.addressof(listed), self._hold(whole), num_ranks, len(pieces))
+        places = self._hold(a), ctypes.addressof(scaled), ctypes.addressof(listed), self._hold(whole)
+        return SiteRecord(*places, num_ranks, len(pieces))
 
     def _table(self, tensors: SiteTensors | None) -> TableRecord:
         if tensors is None:
@@ -89,6 +96,20 @@ class FusedAdapter:
         own = tensor.to(self._dtype)
         self.num_bytes += own.numel() * own.element_size()
         return self._numbers.place(own)
+
+
+def panels_of(b: torch.Tensor, first_output: int) -> torch.Tensor:
+    """Returns `b` [outputs, rank] in panels of the matrix, [panels, rank, 16]; outputs that are not its own have zeros.
+
+    Args:
+        b: the outputs of a matrix from `first_output` on.
+        first_output: of the matrix.
+    """
+    count, rank = b.shape
+    before = first_output % PANEL_OUTPUTS
+    num_panels = -(-(before + count) // PANEL_OUTPUTS)
+    padded = torch.nn.functional.pad(b, (0, 0, before, num_panels * PANEL_OUTPUTS - before - count))
+    return padded.view(num_panels, PANEL_OUTPUTS, rank).transpose(1, 2)
 
 
 def addresses(batch: ForwardBatch) -> "array[int]":
@@ -110,8 +131,9 @@ def adapter_base(spec: ModelSpec, program: Program, parallel: TensorParallel, pr
     sites = program.sites | ({program.head: (head,)} if spec.is_last else {})
     every = [site for parts in sites.values() for site in parts]
     every += [table] if spec.is_first else []
+    padding = 2 * PANEL_OUTPUTS * sum(len(site.parts) for site in every)
     return AdapterBase(
         modules=base_modules(every, prefix),
         place=lambda adapter: FusedAdapter(sites, table, adapter),
-        max_bytes=lambda rank: max_elements(every, rank) * torch.float32.itemsize,
+        max_bytes=lambda rank: (max_elements(every, rank) + padding * rank) * torch.float32.itemsize,
     )

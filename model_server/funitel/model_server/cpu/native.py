@@ -123,8 +123,7 @@ class PieceRecord(ctypes.Structure):
 
     _fields_ = [
         ("b", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("first_rank", "rank", "part", "first", "count")),
+        *((name, ctypes.c_int32) for name in ("first_rank", "rank", "part", "first_panel", "num_panels")),
     ]
 
 
@@ -132,7 +131,7 @@ class SiteRecord(ctypes.Structure):
     """What an adapter has of a matrix."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("a", "pieces", "whole")),
+        *((name, ctypes.c_void_p) for name in ("a", "scales", "pieces", "whole")),
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_pieces")),
     ]
 

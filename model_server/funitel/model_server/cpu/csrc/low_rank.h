@@ -19,17 +19,18 @@ namespace funitel {
 
 // Numbers of an adapter are as in its file: kFloat32, kFloat16 or kBFloat16.
 
-// Outputs [first, first + count) of a part of a matrix grow by `rank` of the site's ranks; `native.py` says the same of
-// this and the next three in ctypes, as records.
+// Outputs of `num_panels` panels of a part of a matrix, from `first_panel` of that part on, grow by `rank` of
+// the site's ranks; `native.py` says the same of this and the next three in ctypes, as records. Outputs of a first or last
+// panel that are not the piece's have zeros.
 struct LowRankPiece {
-    const void* b;  // [rank][count]
-    float scale;    // of the product
-    int32_t first_rank, rank, part, first, count;
+    const void* b;  // [num_panels][rank][16 outputs]
+    int32_t first_rank, rank, part, first_panel, num_panels;
 };
 
 // What an adapter has of a matrix; num_ranks is 0 where it has nothing.
 struct LowRankSite {
-    const void* a;  // [num_ranks][inputs]
+    const void* a;        // [num_ranks][inputs]
+    const float* scales;  // [num_ranks], of the products with `a`
     const LowRankPiece* pieces;
     const void* whole;  // [outputs][inputs], in place of the matrix, or null
     int32_t num_ranks, num_pieces;
@@ -50,6 +51,135 @@ struct LowRankAdapter {
     int32_t kind;
 };
 
+// What rows of an operand add to the product with one matrix.
+class LowRankSums {
+  public:
+    // Rows are to follow, none of which adds anything yet. `stride`: floats from a row's products with `a` to the next's.
+    void begin(const Matrix& matrix, int num_rows, const float* shrunk, size_t stride) {
+        matrix_ = &matrix;
+        parts_shift_ = matrix.num_parts - 1;
+        shrunk_ = shrunk;
+        stride_ = stride;
+        has_.assign(num_rows, 0);
+        groups_.clear();
+    }
+
+    // The rows of an adapter, ascending, which outlive the product.
+    void set(const std::vector<int>& rows, const LowRankSite& site, Kind kind) {
+        groups_.push_back({rows.data(), rows.data() + rows.size(), &site, kind});
+        for (int row : rows) has_[row] = 1;
+    }
+
+    bool has(int row) const { return has_[row] != 0; }
+
+    // Write what rows [first, last) add to a pair of panels; what is there of rows without an adapter stays.
+    void add(int pair, int first, int last, float (*sums)[kPair][kLanes]) const {
+        for (const Group& group : groups_) {
+            const int* row = std::lower_bound(group.begin, group.end, first);
+            const int* end = std::lower_bound(row, group.end, last);
+            for (const int* each = row; each != end; each++) {
+                for (float* sum : sums[*each - first]) store(sum, splat(0.0f));
+            }
+            with_float(group.kind, [&](auto of) {
+                using Number = typename decltype(of)::Type;
+                for (int p = 0; p < group.site->num_pieces; p++) {
+                    const LowRankPiece& piece = group.site->pieces[p];
+                    add_piece<Number>(piece, pair, row, end, first, sums);
+                }
+            });
+        }
+    }
+
+    // Read what a pair of panels and those after it need, if the pair is the first of so many: read in larger pieces than
+    // a pair's, the weights arrive sooner.
+    void touch_pairs(int pair) const {
+        if (pair % kPairsTouched != 0) return;
+        const int first = pair * kPair, end = std::min(matrix_->num_panels, first + kPairsTouched * kPair);
+        for (const Group& group : groups_) {
+            for (int p = 0; p < group.site->num_pieces; p++) {
+                const LowRankPiece& piece = group.site->pieces[p];
+                const int from = std::max(first / matrix_->num_parts, piece.first_panel) - piece.first_panel;
+                const int to = std::min(divide_up(end, matrix_->num_parts) - piece.first_panel, piece.num_panels);
+                const size_t each = size_t(piece.rank) * kLanes * (group.kind == kFloat32 ? 4 : 2);
+                if (from < to) touch(static_cast<const char*>(piece.b) + from * each, (to - from) * each);
+            }
+        }
+    }
+
+  private:
+    struct Group {
+        const int *begin, *end;  // rows
+        const LowRankSite* site;
+        Kind kind;
+    };
+
+    static constexpr int kPairsTouched = 8, kRowsAtOnce = 2;
+
+    // Where a piece has a panel of a pair; null where it has none.
+    template <class Number>
+    const Number* weights_of(const LowRankPiece& piece, int panel) const {
+        const int place = (panel >> parts_shift_) - piece.first_panel;
+        if ((panel & parts_shift_) != piece.part || place < 0 || place >= piece.num_panels) return nullptr;
+        return static_cast<const Number*>(piece.b) + size_t(place) * piece.rank * kLanes;
+    }
+
+    template <class Number>
+    void add_piece(const LowRankPiece& piece, int pair, const int* row, const int* end, int first,
+                   float (*sums)[kPair][kLanes]) const {
+        const Number *left = weights_of<Number>(piece, pair * kPair), *right = weights_of<Number>(piece, pair * kPair + 1);
+        if (left != nullptr && right != nullptr) return add_rows<kPair>(piece, left, row, end, 0, first, sums);
+        if (left != nullptr) return add_rows<1>(piece, left, row, end, 0, first, sums);
+        if (right != nullptr) add_rows<1>(piece, right, row, end, 1, first, sums);
+    }
+
+    template <int kPanels, class Number>
+    void add_rows(const LowRankPiece& piece, const Number* b, const int* row, const int* end, int panel, int first,
+                  float (*sums)[kPair][kLanes]) const {
+        for (; end - row >= kRowsAtOnce; row += kRowsAtOnce) {
+            add_some<kPanels, kRowsAtOnce>(piece, b, row, panel, first, sums);
+        }
+        for (; row != end; row++) add_some<kPanels, 1>(piece, b, row, panel, first, sums);
+    }
+
+    // Rows of one adapter read its weights once. What is summed does not depend on how many there are.
+    template <int kPanels, int kRows, class Number>
+    void add_some(const LowRankPiece& piece, const Number* b, const int* row, int panel, int first,
+                  float (*sums)[kPair][kLanes]) const {
+        F16 totals[kRows][kPanels];
+        const float* factors[kRows];
+#pragma GCC unroll 2
+        for (int k = 0; k < kRows; k++) {
+            factors[k] = shrunk_ + row[k] * stride_ + piece.first_rank;
+#pragma GCC unroll 2
+            for (int p = 0; p < kPanels; p++) totals[k][p] = load(sums[row[k] - first][panel + p]);
+        }
+        const size_t next = size_t(piece.rank) * kLanes;
+        for (int r = 0; r < piece.rank; r++) {
+            F16 values[kRows];
+#pragma GCC unroll 2
+            for (int k = 0; k < kRows; k++) values[k] = splat(factors[k][r]);
+#pragma GCC unroll 2
+            for (int p = 0; p < kPanels; p++) {
+                F16 weight = load(b + p * next + r * kLanes);
+#pragma GCC unroll 2
+                for (int k = 0; k < kRows; k++) totals[k][p] = fma(weight, values[k], totals[k][p]);
+            }
+        }
+#pragma GCC unroll 2
+        for (int k = 0; k < kRows; k++) {
+#pragma GCC unroll 2
+            for (int p = 0; p < kPanels; p++) store(sums[row[k] - first][panel + p], totals[k][p]);
+        }
+    }
+
+    const Matrix* matrix_ = nullptr;
+    int parts_shift_ = 0;  // of a matrix of one part or two; also the bit that tells a panel's part
+    const float* shrunk_ = nullptr;
+    size_t stride_ = 0;
+    std::vector<uint8_t> has_;  // of each row
+    std::vector<Group> groups_;
+};
+
 class LowRank {
   public:
     explicit LowRank(Threads& threads) : threads_(threads) {}
@@ -63,7 +193,6 @@ class LowRank {
     void begin(int num_rows, Function adapter_of) {
         groups_.clear();
         has_adapter_.assign(num_rows, 0);
-        added_.assign(num_rows, nullptr);
         for (int row = 0; row < num_rows; row++) {
             const LowRankAdapter* adapter = adapter_of(row);
             if (adapter == nullptr) continue;
@@ -88,52 +217,43 @@ class LowRank {
         if (has_adapter_[row]) std::copy_n(x, num_inputs_, inputs_.as<float>() + size_t(row) * num_inputs_);
     }
 
-    // What rows add to the product of a matrix, in the order of its panels: null for those that add nothing.
-    const float* const* add(const Matrix& matrix, int index) {
-        const size_t width = size_t(matrix.num_panels) * kLanes;
-        int most = 0;
-        size_t num_rows = 0;
+    // What rows add to the product with a matrix; null where none adds anything.
+    const LowRankSums* add(const Matrix& matrix, int index) {
         active_.clear();
+        int most = 0;
         for (const Group& group : groups_) {
             const LowRankSite& site = group.adapter->sites[index];
             if (site.num_ranks == 0) continue;
-            active_.push_back({&group, &site, static_cast<int>(num_rows), 0});
+            active_.push_back({&group, &site, 0});
             most = std::max(most, site.num_ranks);
-            num_rows += group.rows.size();
         }
         if (active_.empty()) return nullptr;
-        grow(shrunk_, num_rows * most);
-        grow(sums_, num_rows * width);
-        std::fill(added_.begin(), added_.end(), nullptr);
-        for (const Active& active : active_) {
-            for (size_t i = 0; i < active.group->rows.size(); i++) {
-                added_[active.group->rows[i]] = sums_.as<float>() + (active.first_row + i) * width;
-            }
-        }
+        grow(shrunk_, has_adapter_.size() * most);
+        sums_.begin(matrix, static_cast<int>(has_adapter_.size()), shrunk_.as<float>(), most);
+        for (const Active& active : active_) sums_.set(active.group->rows, *active.site, kind_of(*active.group));
         shrink(most);
-        expand(matrix, width, most);
-        return added_.data();
+        return &sums_;
     }
 
-    // Replace the results of rows whose adapter has a weight of its own in place of a matrix.
-    void replace(const Matrix& matrix, int index, const float* const* added, float* target, size_t stride) {
-        constexpr int each = 64;
-        const int pieces = divide_up(matrix.num_outputs, each);
+    // Replace the results of rows whose adapter has a weight of its own in place of a matrix, of one part.
+    void replace(const Matrix& matrix, int index, const LowRankSums* added, float* target, size_t stride) {
         for (const Group& group : groups_) {
             if (group.adapter->sites[index].whole == nullptr) continue;
-            with_float(static_cast<Kind>(group.adapter->kind), [&](auto of) {
+            with_float(kind_of(group), [&](auto of) {
                 using Number = typename decltype(of)::Type;
                 const auto* whole = static_cast<const Number*>(group.adapter->sites[index].whole);
-                for_each(threads_, pieces, [&](int piece, int) {
-                    int end = std::min(matrix.num_outputs, (piece + 1) * each);
-                    for (int output = piece * each; output < end; output += kAtOnce) {
-                        int count = std::min(kAtOnce, end - output);
-                        for (int row : group.rows) {
-                            float* values = target + row * stride + output;
-                            multiply<1>(whole + size_t(output) * num_inputs_, count, {input(row)}, {values});
-                            if (added == nullptr || added[row] == nullptr) continue;
-                            for (int i = 0; i < count; i++) values[i] += added[row][output + i];
+                for_each(threads_, matrix.num_panels, [&](int panel, int) {
+                    const int first = panel * kLanes, end = std::min(matrix.num_outputs, first + kLanes);
+                    for (int row : group.rows) {
+                        float* values = target + row * stride;
+                        for (int output = first; output < end; output += kAtOnce) {
+                            multiply<1>(whole + size_t(output) * num_inputs_, std::min(kAtOnce, end - output),
+                                        {input(row)}, {values + output});
                         }
+                        if (added == nullptr || !added->has(row)) continue;
+                        float sums[1][kPair][kLanes];
+                        added->add(panel / kPair, row, row + 1, sums);
+                        for (int i = 0; i < end - first; i++) values[first + i] += sums[0][panel % kPair][i];
                     }
                 });
             });
@@ -165,12 +285,11 @@ class LowRank {
         const LowRankAdapter* adapter;
         std::vector<int> rows;
     };
-    // A group with something for the matrix at hand: where its rows begin among those of all such groups, and its first
-    // chunk of the phase.
+    // A group with something for the matrix at hand, and its first chunk of the phase.
     struct Active {
         const Group* group;
         const LowRankSite* site;
-        int first_row, first_chunk;
+        int first_chunk;
     };
 
     static constexpr int kAtOnce = 4;  // sums: the next is begun before the last is done
@@ -179,7 +298,9 @@ class LowRank {
 #else
     static constexpr int kRowsAtOnce = 1;  // the registers hold the sums of no more
 #endif
-    static constexpr int kRanksEach = 2 * kAtOnce, kOutputsEach = 2 * kAtOnce * kLanes, kRowsEach = 32;
+    static constexpr int kRanksEach = 2 * kAtOnce, kRowsEach = 32;
+
+    static Kind kind_of(const Group& group) { return static_cast<Kind>(group.adapter->kind); }
 
     const float* input(int row) const { return inputs_.as<float>() + size_t(row) * num_inputs_; }
 
@@ -198,21 +319,28 @@ class LowRank {
     template <int kCount, int kRows, class Number>
     void multiply_by(const Number* weights, const float* const (&x)[kRows], float* const (&target)[kRows]) const {
         F16 totals[kRows][kCount];
-        for (auto& row : totals) {
-            for (F16& total : row) total = splat(0.0f);
+#pragma GCC unroll 2
+        for (int k = 0; k < kRows; k++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < kCount; j++) totals[k][j] = splat(0.0f);
         }
         auto add_lanes = [&](int i, auto... n) {
             F16 values[kRows];
+#pragma GCC unroll 2
             for (int k = 0; k < kRows; k++) values[k] = load(x[k] + i, n...);
+#pragma GCC unroll 4
             for (int j = 0; j < kCount; j++) {
                 F16 weight = load(weights + size_t(j) * num_inputs_ + i, n...);
+#pragma GCC unroll 2
                 for (int k = 0; k < kRows; k++) totals[k][j] = fma(weight, values[k], totals[k][j]);
             }
         };
         int i = 0;
         for (; i + kLanes <= num_inputs_; i += kLanes) add_lanes(i);
         if (i < num_inputs_) add_lanes(i, num_inputs_ - i);
+#pragma GCC unroll 2
         for (int k = 0; k < kRows; k++) {
+#pragma GCC unroll 4
             for (int j = 0; j < kCount; j++) target[k][j] = sum(totals[k][j]);
         }
     }
@@ -253,7 +381,7 @@ class LowRank {
         auto count = [](const Active& active) { return divide_up(active.site->num_ranks, kRanksEach); };
         for_chunks(count, [&](const Active& active, int first, int last, int chunk) {
             int end = std::min(active.site->num_ranks, (chunk + 1) * kRanksEach);
-            with_float(static_cast<Kind>(active.group->adapter->kind), [&](auto of) {
+            with_float(kind_of(*active.group), [&](auto of) {
                 const auto* a = static_cast<const typename decltype(of)::Type*>(active.site->a);
                 const auto* begin = a + size_t(chunk) * kRanksEach * num_inputs_;
                 touch(begin, size_t(end - chunk * kRanksEach) * num_inputs_ * sizeof *a);
@@ -263,102 +391,17 @@ class LowRank {
                     for (int rank = chunk * kRanksEach; rank < end; rank += kAtOnce) {
                         for (int k = 0; k < rows; k++) {
                             x[k] = input(active.group->rows[i + k]);
-                            target[k] = shrunk_.as<float>() + size_t(active.first_row + i + k) * stride + rank;
+                            target[k] = shrunk_.as<float>() + size_t(active.group->rows[i + k]) * stride + rank;
                         }
-                        multiply<rows>(a + size_t(rank) * num_inputs_, std::min(kAtOnce, end - rank), x, target);
+                        const int count = std::min(kAtOnce, end - rank);
+                        multiply<rows>(a + size_t(rank) * num_inputs_, count, x, target);
+                        for (int j = 0; j < count; j++) {
+                            for (int k = 0; k < rows; k++) target[k][j] *= active.site->scales[rank + j];
+                        }
                     }
                 });
             });
         });
-    }
-
-    // Some outputs of each piece, and zeros first where pieces leave outputs out: a chunk is all of a piece's outputs
-    // within a range.
-    void expand(const Matrix& matrix, size_t width, int stride) {
-        const int num_ranges = divide_up(matrix.num_outputs, kOutputsEach);
-        auto count = [&](const Active&) { return num_ranges; };
-        for_chunks(count, [&](const Active& active, int first, int last, int chunk) {
-            int begin = chunk * kOutputsEach, end = std::min(matrix.num_outputs, begin + kOutputsEach);
-            touch_pieces(*active.site, static_cast<Kind>(active.group->adapter->kind), begin, end);
-            for_rows(first, last, [&](auto rows, int i) {
-                float* target[rows];
-                const float* shrunk[rows];
-                for (int k = 0; k < rows; k++) {
-                    target[k] = sums_.as<float>() + size_t(active.first_row + i + k) * width;
-                    shrunk[k] = shrunk_.as<float>() + size_t(active.first_row + i + k) * stride;
-                    clear(matrix, begin, end, target[k]);
-                }
-                for (int p = 0; p < active.site->num_pieces; p++) {
-                    const LowRankPiece& piece = active.site->pieces[p];
-                    with_float(static_cast<Kind>(active.group->adapter->kind), [&](auto of) {
-                        const auto* b = static_cast<const typename decltype(of)::Type*>(piece.b);
-                        add_piece<rows>(matrix, piece, b, begin, end, shrunk, target);
-                    });
-                }
-            });
-        });
-    }
-
-    static void touch_pieces(const LowRankSite& site, Kind kind, int begin, int end) {
-        for (int p = 0; p < site.num_pieces; p++) {
-            const LowRankPiece& piece = site.pieces[p];
-            int from = std::max(begin, piece.first) - piece.first, to = std::min(end, piece.first + piece.count) - piece.first;
-            if (from >= to) continue;
-            with_float(kind, [&](auto of) {
-                const auto* b = static_cast<const typename decltype(of)::Type*>(piece.b);
-                for (int r = 0; r < piece.rank; r++) touch(b + size_t(r) * piece.count + from, (to - from) * sizeof *b);
-            });
-        }
-    }
-
-    static void clear(const Matrix& matrix, int begin, int end, float* target) {
-        for (int part = 0; part < matrix.num_parts; part++) {
-            for (int output = begin; output < end; output += kLanes) {
-                store(target + size_t(matrix.panel_of(part, output)) * kLanes, splat(0.0f));
-            }
-        }
-    }
-
-    // Outputs of a piece within [begin, end); a panel of the target that it begins or ends in has others' too.
-    template <int kRows, class Number>
-    static void add_piece(const Matrix& matrix, const LowRankPiece& piece, const Number* b, int begin, int end,
-                          const float* const (&shrunk)[kRows], float* const (&target)[kRows]) {
-        int output = std::max(begin, piece.first), to = std::min(end, piece.first + piece.count);
-        while (output < to) {
-            const Number* weights = b + (output - piece.first);
-            if (output % kLanes == 0 && output + kAtOnce * kLanes <= to) {
-                add_panels<kAtOnce, kRows>(matrix, piece, weights, output, kLanes, shrunk, target);
-                output += kAtOnce * kLanes;
-            } else {
-                int n = std::min(to, (output / kLanes + 1) * kLanes) - output;
-                add_panels<1, kRows>(matrix, piece, weights, output, n, shrunk, target);
-                output += n;
-            }
-        }
-    }
-
-    // The sums of so many panels of outputs, of which one alone may have n outputs.
-    template <int kCount, int kRows, class Number>
-    static void add_panels(const Matrix& matrix, const LowRankPiece& piece, const Number* weights, int output, int n,
-                           const float* const (&shrunk)[kRows], float* const (&target)[kRows]) {
-        F16 totals[kRows][kCount];
-        for (auto& row : totals) {
-            for (F16& total : row) total = splat(0.0f);
-        }
-        for (int r = 0; r < piece.rank; r++) {
-            const Number* of_rank = weights + size_t(r) * piece.count;
-            F16 factors[kRows];
-            for (int k = 0; k < kRows; k++) factors[k] = splat(shrunk[k][piece.first_rank + r] * piece.scale);
-            for (int j = 0; j < kCount; j++) {
-                F16 weight = n == kLanes ? load(of_rank + j * kLanes) : load(of_rank + j * kLanes, n);
-                for (int k = 0; k < kRows; k++) totals[k][j] = fma(weight, factors[k], totals[k][j]);
-            }
-        }
-        for (int j = 0; j < kCount; j++) {
-            int first = output + j * kLanes;
-            size_t place = size_t(matrix.panel_of(piece.part, first)) * kLanes + first % kLanes;
-            for (int k = 0; k < kRows; k++) store(target[k] + place, totals[k][j], n);
-        }
     }
 
     static void grow(Memory& memory, size_t count) {
@@ -368,12 +411,11 @@ class LowRank {
     Threads& threads_;
     std::vector<Group> groups_;
     std::vector<Active> active_;
-    std::vector<uint8_t> has_adapter_;   // of each row
-    std::vector<const float*> added_;    // to each row, or null
-    int num_inputs_ = 0;                 // of the operand
-    Memory inputs_;                      // [rows][num_inputs], of rows with adapters
-    Memory shrunk_;                      // [rows of active groups][most ranks]
-    Memory sums_;                        // [rows of active groups][panels * kLanes]
+    std::vector<uint8_t> has_adapter_;  // of each row
+    int num_inputs_ = 0;  // of the operand
+    Memory inputs_;       // [rows][num_inputs], of rows with adapters
+    Memory shrunk_;       // [rows][most ranks], times scales
+    LowRankSums sums_;
 };
 
 }  // namespace funitel

@@ -6,6 +6,7 @@
 #include "activations.h"
 #include "block_products.h"
 #include "dense_products.h"
+#include "low_rank.h"
 #include "operand.h"
 #include "program.h"
 
@@ -19,7 +20,7 @@ struct Product {
     float scale;    // of what is added
     float* target;  // of the operand's first row
     size_t width;   // floats from a row of the target to the next
-    const float* const* added = nullptr;  // to the sums of each row, in the order of panels; null for none
+    const LowRankSums* added = nullptr;  // what the adapters of rows add; null for nothing
 
     // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the rows pass by, and
     // so do the rows in the next one while the pairs of a thread's range pass by.
@@ -27,8 +28,15 @@ struct Product {
 
     void multiply(int chunk) const {
         int pair = chunk / num_blocks(), first = chunk % num_blocks() * kTilesEach;
-        for (int tile = first; tile < std::min(operand.num_tiles(), first + kTilesEach); tile++) {
-            multiply_tile(pair, tile, tile == first);
+        const int end = std::min(operand.num_tiles(), first + kTilesEach);
+        alignas(64) float more[kTilesEach * kTileRows][kPair][kLanes];  // of each row of the block, where it has an adapter
+        const int first_row = first * operand.tile_rows;
+        if (added != nullptr) {
+            if (first == 0) added->touch_pairs(pair);
+            added->add(pair, first_row, std::min(operand.num_rows, end * operand.tile_rows), more);
+        }
+        for (int tile = first; tile < end; tile++) {
+            multiply_tile(pair, tile, tile == first, more + (tile * operand.tile_rows - first_row));
         }
     }
 
@@ -37,7 +45,8 @@ struct Product {
 
     int num_blocks() const { return divide_up(operand.num_tiles(), kTilesEach); }
 
-    void multiply_tile(int pair, int tile, bool is_cold) const {
+    // `more`: what adapters add to each row of the tile that has one.
+    void multiply_tile(int pair, int tile, bool is_cold, const float (*more)[kPair][kLanes]) const {
         float gates[kTileRows][kLanes];
         const int count = operand.rows_of(tile);
         float* start = target + size_t(tile) * operand.tile_rows * width;
@@ -48,15 +57,13 @@ struct Product {
             const float* y = start + r * width + size_t(pair) * num_written * kLanes;
             for (int p = 0; p < num_written; p++) __builtin_prefetch(y + p * kLanes, 1);
         }
+        const int first_row = tile * operand.tile_rows;
         auto finish = [&](int r, int panel_of_pair, F16 value) {
             int panel = pair * kPair + panel_of_pair;
             if (panel >= matrix.num_panels) return;
             if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
             if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
-            if (added != nullptr) {
-                const float* more = added[size_t(tile) * operand.tile_rows + r];
-                if (more != nullptr) value = add(value, load(more + size_t(panel) * kLanes));
-            }
+            if (added != nullptr && added->has(first_row + r)) value = add(value, load(more[r][panel_of_pair]));
             if (mode == kGate) {
                 if (panel % 2 == 0) return store(gates[r], activate(activation, value));
                 value = mul(load(gates[r]), value);
