@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tests
-WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults --ignore=integration-tests/container
+WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults --ignore=integration-tests/container --ignore=integration-tests/console
 # They measure time, so nothing else may run beside them.
 TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py live_replicas.py prefix_cache.py replicas.py scheduling.py throughput.py)
 # Those that call what changed between releases of a library, and one of each program.
@@ -10,6 +10,7 @@ LOWEST_TESTS := proto/tests/test_wire.py proto/tests/grammar/test_compiler.py pr
   router/tests/transport/test_connection.py router/tests/telemetry/test_collectors.py model_server/tests/convert/test_gguf.py integration-tests/test_versions.py \
   model_server/tests/models/transformers_fallback/test_fallback.py::test_two_ranks_say_what_transformers_says
 LOWEST_VENV ?= .venv-lowest
+BROWSER_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
 LOWEST_TOOLS := pytest pytest-asyncio hypothesis jsonschema trustme
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 # With --check: only say whether they are up to date.
@@ -19,7 +20,7 @@ write_pages = for page in settings routes metrics modules examples; do $(BIN)/py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -58,6 +59,10 @@ faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="
 
 container: setup ## build the image and run it, as root; what it needs is installed by apt-get
 	@$(BIN)/pytest integration-tests/container $(ARGS)
+
+console: setup ## the console in Debian's Chromium, which apt-get installs; FUNITEL_SCREENSHOTS=docs/images keeps pictures
+	@$(BIN)/python -c "import playwright, axe_playwright_python" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt $(BROWSER_TOOLS)
+	@$(BIN)/pytest integration-tests/console $(ARGS)
 
 mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
 	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,dev,clients,docs,mutants $(VENV)

@@ -59,6 +59,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("Platforms", PLATFORMS, platforms.ROUTES),
     ("Models at run time", "See [fleet](fleet.md).", fleet.ROUTES),
     ("Operators", OPERATORS, operators.ROUTES),
+    ("Console", "Unless `--console false`; see [console](console.md).", operators.CONSOLE_ROUTES),
     ("Debugging", "With `--debug-routes` only.", operators.DEBUG_ROUTES),
 )
 KEYS = {Access.KEY: "yes", Access.OPERATOR: "its own", Access.FACT: "no", Access.CLOSED_FACT: "yes", Access.PROBE: "no"}

@@ -76,6 +76,8 @@ def build_app(
             background.start(service.start(connect, on_failure))
         background.start(reload_on_change([accounts, *refreshed]))
         background.start(batches.run())
+        if settings.console:
+            background.start(models.history.run())
         if link is not None:
             background.start(link.run())
         try:

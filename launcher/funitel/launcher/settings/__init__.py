@@ -201,6 +201,7 @@ class LauncherSettings:
     )
     otlp_decode_tokens: int = _router("otlp_decode_tokens")
     memory_bandwidth: float | None = _router("memory_bandwidth")
+    console: bool = _router("console")
     debug_routes: bool = _router("debug_routes")
     state_dir: str | None = setting(
         None,

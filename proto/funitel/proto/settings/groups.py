@@ -141,7 +141,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "logs",
         "Logs, traces and metrics",
         "log_level logger_level",
-        "json_output debug_routes otlp_endpoint otlp_service_name otlp_decode_tokens memory_bandwidth",
+        "json_output console debug_routes otlp_endpoint otlp_service_name otlp_decode_tokens memory_bandwidth",
     ),
     _group("sampling", "Sampling", "max_tokens temperature seed", "top_p top_k stop system"),
     _group(

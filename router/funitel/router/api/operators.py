@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
 from funitel.proto.errors import FunitelError, ModelNotLoaded
+from funitel.router.api import console
 from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.handler import control_of, models_of, service_of
 from funitel.router.api.common.route_kinds import native_fact, native_probe, native_state
@@ -159,6 +160,7 @@ ROUTES = (
     native_fact("/openapi.json", openapi_json, "The OpenAPI document", answer=AnyObject),
     native_fact("/api-doc/openapi.json", openapi_json, "The same", answer=AnyObject),
 )
+CONSOLE_ROUTES = console.ROUTES  # unless --console false
 # With --debug-routes only.
 DEBUG_ROUTES = (
     native_state(

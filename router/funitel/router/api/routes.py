@@ -23,7 +23,7 @@ from funitel.router.api import (
     vllm,
 )
 from funitel.router.api.common.route_kinds import with_openai_errors
-from funitel.router.api.operators import DEBUG_ROUTES, HEALTH
+from funitel.router.api.operators import CONSOLE_ROUTES, DEBUG_ROUTES, HEALTH
 from funitel.router.api.platforms import VERTEX
 from funitel.router.middleware.operation import Access, Operation
 from funitel.router.settings import RouterSettings
@@ -44,6 +44,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *anthropic.ROUTES,
     *platforms.ROUTES,
     *operators.ROUTES,
+    *CONSOLE_ROUTES,
 )
 
 
@@ -55,7 +56,8 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
     if settings.aip_health_route is not None:
         chosen.append(replace(HEALTH, path=settings.aip_health_route))
     taken = {(operation.method, operation.path) for operation in chosen}
-    usual = OPERATIONS + DEBUG_ROUTES if settings.debug_routes else OPERATIONS
+    usual = OPERATIONS if settings.console else tuple(each for each in OPERATIONS if each not in CONSOLE_ROUTES)
+    usual += DEBUG_ROUTES if settings.debug_routes else ()
     listed: tuple[Operation, ...] = (
         *chosen,
         *(operation for operation in usual if (operation.method, operation.path) not in taken),

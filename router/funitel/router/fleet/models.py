@@ -12,6 +12,7 @@ from funitel.router.core.drain import SHUTTING_DOWN, Drain
 from funitel.router.core.request import DEFAULT_MODEL
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.engine.interface import Inference
+from funitel.router.fleet.history import ModelHistory
 from funitel.router.fleet.snapshot import GENERATE, READY, FleetModel, FleetSnapshot
 from funitel.router.middleware.operation import ModelUse
 from funitel.router.replica_set.table import ReplicaAddress
@@ -110,6 +111,7 @@ class ServedModels:
         is_alone: whether there is no model but the router's own one.
         ending: services that take no requests any more, while their last ones run.
         num_snapshots: that the control plane has sent.
+        history: the last hour of each, while its `run` runs.
         drained: set once the router drains.
     """
 
@@ -123,6 +125,7 @@ class ServedModels:
         self.drained = asyncio.Event()
         self._models: dict[str, ServedModel] = {}
         self._by_model_id: dict[str, ServedModel] = {}
+        self.history = ModelHistory(self)
         self.only: ServedModel | None = None
         self.only_name: str | None = None
         self.is_alone = False

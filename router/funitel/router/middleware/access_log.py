@@ -13,8 +13,9 @@ from funitel.proto.process.logs import Field
 from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
 from funitel.router.core.request_context import RequestContext
-from funitel.router.middleware.operation import route_of
+from funitel.router.middleware.operation import ModelUse, operation_of, route_of
 from funitel.router.telemetry.metrics import Metrics
+from funitel.router.telemetry.recent_requests import EndedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ QUIET = frozenset(
     {
         *("/health", "/health/live", "/health/ready", "/ping", "/v2/health/live"),
         *("/metrics", "/v1/models/{name}/progress"),
+        *("/ui/{path:path}", "/v1/console/live", "/v1/console/requests"),
     }
 )
 
@@ -33,7 +35,8 @@ QUIET = frozenset(
 class AccessLog:
     """Give each request a context and an id, the client's where it is sane; count and log how it ended.
 
-    With an answer that begins while the router drains or hands over, its connection ends.
+    With an answer that begins while the router drains or hands over, its connection ends. Requests to a model are added
+    to the recent ones of the metrics when they end.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, drain: Drain) -> None:
@@ -62,7 +65,11 @@ class AccessLog:
             try:
                 await self._app(scope, receive, send_with_id)
             finally:
-                _log(scope, status, context, time.monotonic() - began)
+                seconds = time.monotonic() - began
+                _log(scope, status, context, seconds)
+                operation = operation_of(scope)
+                if operation is not None and operation.model is not ModelUse.NONE:
+                    self._metrics.recent.add(EndedRequest.of(operation.path, status, context, seconds))
 
 
 def _request_id(scope: Scope) -> str:

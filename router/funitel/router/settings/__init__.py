@@ -303,6 +303,7 @@ class RouterSettings:
         "fraction that decoding steps reach.",
         bounds=Bounds(above=0, maximum=MAX_GB_S),
     )
+    console: bool = setting(True, "Serve the console for browsers at /ui.", takes_value=True)
     debug_routes: bool = setting(
         False, "Serve /debug/scheduler, which `funitel top` shows; only with a key or on loopback."
     )

@@ -31,6 +31,11 @@ class FastCounter(Collector):
         """Forget a series, if it is there."""
         self._sums.pop(series, None)
 
+    @property
+    def total(self) -> float:
+        """The sum of all series."""
+        return sum(self._sums.values())
+
     def collect(self) -> Iterable[Metric]:
         """Yield the samples."""
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
@@ -75,6 +80,13 @@ class FastHistogram(Collector):
         counts[bisect_left(self._bounds, self._value)] += self._count
         counts[-1] += self._value * self._count
         self._count = 0
+
+    @property
+    def total(self) -> tuple[float, float]:
+        """How many values were noted, and their sum, of all series."""
+        self._add_newest()
+        series = self._series.values()
+        return sum(sum(counts[:-1]) for counts in series), sum(counts[-1] for counts in series)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the samples."""

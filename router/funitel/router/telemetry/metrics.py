@@ -25,7 +25,9 @@ from funitel.router.core.request import Limits
 from funitel.router.core.stream import Timings
 from funitel.router.telemetry.adapter_metrics import AdapterMetrics
 from funitel.router.telemetry.collectors import FastCounter, FastHistogram, FastSummary
+from funitel.router.telemetry.live import LiveNumbers
 from funitel.router.telemetry.model_states import ModelStates
+from funitel.router.telemetry.recent_requests import RecentRequests
 from funitel.router.telemetry.replica_metrics import RankNumbers, ReplicaMetrics, ReplicaNumbers
 from funitel.router.telemetry.roofline import Roofline
 
@@ -68,6 +70,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        self.recent = RecentRequests()
         self._make_request_metrics()
         self._make_batch_metrics()
         self._make_engine_metrics()
@@ -127,6 +130,18 @@ class Metrics:
     def exposition(self) -> bytes:
         """Render everything in Prometheus' text format."""
         return with_names_of_tgi(generate_latest(self.registry))
+
+    def live(self) -> LiveNumbers:
+        """What the console shows of a model: the same numbers as `exposition`, without its text."""
+        num_steps, step_seconds = self._step_duration.total
+        return LiveNumbers(
+            requests=int(self._request_count.total),
+            queried_tokens=int(self._prefix_queried.total),
+            cached_tokens=int(self._prefix_hits.total),
+            steps=int(num_steps),
+            step_seconds=step_seconds,
+            replicas=self.replicas.numbers(),
+        )
 
     # Requests
 

@@ -5,7 +5,7 @@ vanish, so that their number does not grow with the replicas that there have bee
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -58,6 +58,13 @@ class ReplicaNumbers:
         return self.used_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
+def kv_utilisation(replicas: Iterable[ReplicaNumbers]) -> float:
+    """Share of the KV blocks of all replicas that sequences hold, 0 to 1; 0 where there are none."""
+    counted = [(each.used_blocks, each.num_blocks) for each in replicas]
+    num_blocks = sum(total for _, total in counted)
+    return sum(used for used, _ in counted) / num_blocks if num_blocks else 0.0
+
+
 class ReplicaMetrics(Collector):
     """The replicas of one model. Event loop only."""
 
@@ -76,6 +83,10 @@ class ReplicaMetrics(Collector):
     def remove(self, numbers: ReplicaNumbers) -> None:
         """Expose a replica no longer."""
         self._replicas.remove(numbers)
+
+    def numbers(self) -> tuple[ReplicaNumbers, ...]:
+        """Those of each replica, as they are now."""
+        return tuple(replace(each) for each in self._replicas)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the samples."""
@@ -98,8 +109,7 @@ class ReplicaMetrics(Collector):
         utilisation = GaugeMetricFamily(
             "funitel_kv_cache_utilisation", "Share of all KV blocks that sequences hold, 0 to 1, for gateways."
         )
-        blocks = sum(each.num_blocks for each in self._replicas)
-        utilisation.add_metric([], sum(each.used_blocks for each in self._replicas) / blocks if blocks else 0.0)
+        utilisation.add_metric([], kv_utilisation(self._replicas))
         yield utilisation
         load = GaugeMetricFamily("funitel_model_load_seconds", "The last load of the model: launch until it served.")
         if self.load_seconds is not None:

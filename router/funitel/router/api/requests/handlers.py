@@ -13,11 +13,10 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest, NotFound
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import models_of
+from funitel.router.api.common.visibility import visible_owner
 from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
-from funitel.router.middleware.auth import account_of
 from funitel.router.serving.running import ActiveRequest, RunningState
 
-PATH = "/v1/requests"
 OF_A_BATCH = "is one of a batch: only the batch can be changed, which `POST /v1/batches/{batch_id}/cancel` ends"
 _WORDS: dict[RunningState, Literal["waiting", "running", "paused"]] = {
     RunningState.WAITING: "waiting",
@@ -56,9 +55,7 @@ async def resume(http: HttpRequest) -> Response:
 
 
 def _visible(http: HttpRequest) -> list[ActiveRequest]:
-    account = account_of(http.scope)
-    sees_all = account is None or any(route.startswith(PATH) for route in account.key.routes)
-    owner = None if account is None or sees_all else account.owner
+    owner = visible_owner(http)
     return [request for service in models_of(http).services for request in service.running.of(owner)]
 
 
