@@ -20,6 +20,7 @@ from funitel.launcher.control_plane.interface import Fleet
 from funitel.launcher.control_plane.model_tools import ModelTools
 from funitel.launcher.control_plane.records import Activity, LaunchRequest, ModelChange, Snapshot
 from funitel.proto.errors import StartupError
+from funitel.router.api.fleet.schema import RegistrationDefinition, RegistrationList, RegistrationRecord
 from funitel_testing.fake_fleet import FakeFleet
 
 ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -280,6 +281,15 @@ async def test_an_unexpected_error_is_one_line(
 # Registrations
 
 
+async def test_registrations_are_answered_as_documented(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    body = {"model": {"name": "ours", "model": str(tmp_path)}}
+    made = await client.post("/v1/model_registrations/LLM", json=body)
+    RegistrationRecord.model_validate_json(made.content, strict=True)
+    RegistrationList.model_validate_json((await client.get("/v1/model_registrations/LLM")).content, strict=True)
+    one = await client.get("/v1/model_registrations/LLM/ours")
+    assert RegistrationDefinition.model_validate_json(one.content, strict=True).model_name == "ours"
+
+
 async def test_x3_a_model_is_registered_listed_and_unregistered(
     client: httpx.AsyncClient, fleet: FakeFleet, tmp_path: Path
 ) -> None:
@@ -291,7 +301,10 @@ async def test_x3_a_model_is_registered_listed_and_unregistered(
     listed = (await client.get("/v1/model_registrations/LLM")).json()
     assert [(each["model_name"], each["is_builtin"], each["persist"]) for each in listed] == [("tiny", False, False)]
     assert (await client.get("/v1/model_registrations/embedding")).json() == []
-    assert (await client.get("/v1/model_registrations/LLM/tiny")).json() == definition | {"is_builtin": False}
+    assert (await client.get("/v1/model_registrations/LLM/tiny")).json() == definition | {
+        "model_type": "LLM",
+        "is_builtin": False,
+    }
     refused(await client.post("/v1/model_registrations/LLM", json=body), 409)
     assert (await client.delete("/v1/model_registrations/LLM/tiny")).json() == {"model_name": "tiny"}
     refused(await client.delete("/v1/model_registrations/LLM/tiny"), 404)

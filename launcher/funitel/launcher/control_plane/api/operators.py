@@ -32,11 +32,12 @@ async def registrations(request: Request) -> Response:
 
 
 async def registration(request: Request) -> Response:
-    """The definition of a custom model, as it was given."""
+    """The definition of a custom model, as it was given, with its name and type."""
     type, name = check_type(part_of(request, "type")), part_of(request, "name")
     for each in fleet_of(request).registrations(type):
         if each.name == name:
-            return JSONResponse(dict(each.definition) | {"is_builtin": False})
+            named = {"model_name": each.name, "model_type": each.type, "is_builtin": False}
+            return JSONResponse(dict(each.definition) | named)
     raise NotFound(f"no model {name} of type {type} is registered")
 
 

@@ -19,6 +19,7 @@ from funitel.router.api.fleet.schema import (
     LaunchProgressAnswer,
     ModelNameAnswer,
     RegisterModel,
+    RegistrationDefinition,
     RegistrationList,
     RegistrationRecord,
     ReplicaList,
@@ -94,7 +95,7 @@ ROUTES = (
         failures=BODY_FAILURES,
     ),
     _asked(REGISTRATIONS, _forward, "The models of a type that are registered", answer=RegistrationList),
-    _asked(f"{REGISTRATIONS}/{{name}}", _forward, "One registration", answer=RegistrationRecord),
+    _asked(f"{REGISTRATIONS}/{{name}}", _forward, "One registration", answer=RegistrationDefinition),
     _ended(f"{REGISTRATIONS}/{{name}}", _forward, "Remove a registration", answer=ModelNameAnswer),
     *(
         _asked(f"/v1/engines/{kind}/{{model:path}}", _forward, "The same, in Xinference's shape", answer=EngineOptions)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from funitel.router.api.common.schema_base import Body, is_none
 from funitel.router.api.common.schema_models import STATES, ModelRecord, ModelReplica
@@ -132,13 +132,25 @@ class RegistrationRecord(BaseModel):
     """A model that is registered."""
 
     model_name: str
-    model_type: str | None = None
+    model_type: str = Field(description="LLM, embedding or rerank.")
+    is_builtin: bool
+    persist: bool
+    model: str = Field(description="What is loaded: catalogue name, hub repository or path.")
+    model_description: str
 
 
-class RegistrationList(BaseModel):
+class RegistrationList(RootModel[list[RegistrationRecord]]):
     """The models of a type that are registered."""
 
-    registrations: list[RegistrationRecord]
+
+class RegistrationDefinition(BaseModel):
+    """A registration as it was given, with these fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_name: str
+    model_type: str
+    is_builtin: bool
 
 
 class EngineOption(BaseModel):
