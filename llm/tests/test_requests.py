@@ -52,6 +52,9 @@ def begun(handle: RequestHandle, num_tokens: int = 3) -> RequestHandle:
 
 def settle(llm: LLM) -> None:
     """Wait until the engine has taken into account everything that was posted, and steps in flight are answered."""
+    is_reached = threading.Event()
+    llm._model.loop.post(is_reached.set)  # behind what was posted, such as an abort of a paused request
+    assert is_reached.wait(SECONDS)
     deadline = time.monotonic() + SECONDS
     while llm._model.engine._steps._pipeline._calls or llm._model.engine._scheduler._in_flight:
         assert time.monotonic() < deadline
