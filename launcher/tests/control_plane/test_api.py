@@ -310,6 +310,7 @@ async def test_x3_a_model_is_registered_listed_and_unregistered(
     refused(await client.delete("/v1/model_registrations/LLM/tiny"), 404)
     refused(await client.get("/v1/model_registrations/LLM/tiny"), 404)
     refused(await client.get("/v1/model_registrations/image"), 400, "model_type")
+    refused(await client.get("/v1/model_registrations/LLM/line%0Abreak%0A"), 404)
 
 
 async def test_x3_a_spec_is_checked_when_it_is_registered(

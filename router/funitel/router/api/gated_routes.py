@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
@@ -16,7 +17,17 @@ from funitel.router.middleware.route_gate import RouteGate
 from funitel.router.settings import RouterSettings
 
 NAME, NAME_WITH_SLASHES = "{name}", "{name:path}"  # of a model
+OF_ANY_TEXT = ":path}", ":text}"  # of a parameter in the table, and in a route
 Pages = Callable[[], tuple[bytes, str]]  # the document of the routes, for programs and for people
+
+
+class AnyText(PathConvertor):
+    """As `path`, and takes line breaks too, which a path may have percent-encoded."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("text", AnyText())
 
 
 def gated_routes(
@@ -31,5 +42,5 @@ def _gated(operation: Operation, accounts: Accounts, models: ServedModels, loads
     layers = [Middleware(RouteGate, operation=operation, accounts=accounts, drain=models.drain, models=models)]
     if loads is not None and operation.model is not ModelUse.NONE:
         layers.append(Middleware(ModelChoice, operation=operation, models=models, loads=loads))
-    path = operation.path.replace(NAME, NAME_WITH_SLASHES)
+    path = operation.path.replace(NAME, NAME_WITH_SLASHES).replace(*OF_ANY_TEXT)
     return Route(path, operation.handler, methods=[operation.method], middleware=layers)

@@ -34,6 +34,7 @@ ASKED = [
     ("POST", "/v1/model_registrations/LLM", "/v1/model_registrations/LLM"),
     ("GET", "/v1/model_registrations/LLM", "/v1/model_registrations/LLM"),
     ("GET", "/v1/model_registrations/LLM/mine", "/v1/model_registrations/LLM/mine"),
+    ("GET", "/v1/model_registrations/LLM/line%0Abreak%0A", "/v1/model_registrations/LLM/line%0Abreak%0A"),
     ("DELETE", "/v1/model_registrations/LLM/mine", "/v1/model_registrations/LLM/mine"),
     ("GET", "/v1/engines/owner/name", "/v1/engines/owner%2Fname"),
     ("GET", "/v1/engines/LLM/name", "/v1/engines/LLM/name"),

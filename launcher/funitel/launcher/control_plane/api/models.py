@@ -14,7 +14,7 @@ from funitel.launcher.control_plane.records import ModelEntry, as_json
 
 T = TypeVar("T")
 ACCEPTED = 202
-_MODEL = "/v1/models/{name:path}"  # a name may have slashes, percent-encoded or not
+_MODEL = "/v1/models/{name:name}"  # a name may have slashes, percent-encoded or not
 
 _going_on: set["asyncio.Future[Any]"] = set()  # what goes on when its client has left
 

@@ -121,9 +121,9 @@ async def metrics(request: Request) -> Response:
 ROUTES = (
     Route(_REGISTRATIONS, register, methods=["POST"]),
     Route(_REGISTRATIONS, registrations, methods=["GET"]),
-    Route(f"{_REGISTRATIONS}/{{name:path}}", registration, methods=["GET"]),
-    Route(f"{_REGISTRATIONS}/{{name:path}}", unregister, methods=["DELETE"]),
-    Route("/v1/engines/{model:path}", engines, methods=["GET"]),
+    Route(f"{_REGISTRATIONS}/{{name:name}}", registration, methods=["GET"]),
+    Route(f"{_REGISTRATIONS}/{{name:name}}", unregister, methods=["DELETE"]),
+    Route("/v1/engines/{model:name}", engines, methods=["GET"]),
     Route("/v1/cache/models", cached, methods=["GET"]),
     Route("/v1/cache/models", remove_cached, methods=["DELETE"]),
     Route("/v1/workers", workers, methods=["GET"]),

@@ -4,6 +4,7 @@ import json
 from typing import Any
 from urllib.parse import unquote
 
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 
 from funitel.launcher.control_plane.checks import MAX_INTEGER
@@ -13,6 +14,15 @@ from funitel.proto.errors import InvalidRequest, MalformedBody, NotFound, Payloa
 from funitel.proto.settings.options import parse_bool
 
 MAX_BODY_BYTES = 1 << 24
+
+
+class AnyName(PathConvertor):
+    """As `path`, and takes line breaks too, which a path may have percent-encoded."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("name", AnyName())
 
 
 def fleet_of(request: Request) -> Fleet:
