@@ -40,9 +40,10 @@ def fleet(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with Fleet(folder) as probe:
         launch_all(probe, tiny_qwen)
         sizes = {entry["name"]: int(entry["bytes"]) for entry in probe.models()}
-    two = sum(sorted(sizes.values())[1:])
-    assert sum(sizes.values()) > two, sizes
-    with Fleet(tmp_path_factory.mktemp("bounded"), "--memory-budget", str(two + min(sizes.values()) // 2)) as running:
+    any_two = sum(sorted(sizes.values())[1:]) + min(sizes.values()) // 2
+    budget = max(any_two, sizes[CHAT] * 21 // 10)  # two replicas of one fit as well, with what a measurement varies by
+    assert sum(sizes.values()) > budget, sizes
+    with Fleet(tmp_path_factory.mktemp("bounded"), "--memory-budget", str(budget)) as running:
         launch_all(running, tiny_qwen)
         yield running
         assert "Traceback" not in running.log.read_text(), running.tail()

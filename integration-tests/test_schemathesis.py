@@ -23,8 +23,13 @@ MIN_CASES, MIN_CASES_FULL = 250, 5000
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tiny server that shall outlive every case."""
-    with serving(tmp_path_factory.mktemp("server"), "--model-id", str(tiny_model), *FLAGS) as running:
+    """A tiny server that shall outlive every case.
+
+    Its caches are its own: schemathesis gives names of answers to further requests, and deletes models it was shown.
+    """
+    cache, environ = tmp_path_factory.mktemp("cache"), {"HF_HUB_CACHE": str(tmp_path_factory.mktemp("hub"))}
+    flags = ("--model-id", str(tiny_model), "--cache-dir", str(cache), *FLAGS)
+    with serving(tmp_path_factory.mktemp("server"), *flags, environ=environ) as running:
         yield running
         assert "Traceback" not in running.log.read_text(), running.tail()
         assert running.process.poll() is None
