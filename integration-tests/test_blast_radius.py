@@ -121,8 +121,7 @@ def test_a_lie_costs_a_pause_and_no_token_of_it_is_believed(deployment: Deployme
     assert outcome(deployment.ask(POISON)) == undisturbed
     (lie,) = deployment.faults.fired()
     assert lie["kind"] == kind
-    log = deployment.server.log.read_text()
-    assert "is lost: " in log
+    log = deployment.server.wait_log("is lost: ")
     assert "the answer cannot be" in log or "the shards' answer cannot be" in log or "the shards keep" in log
 
 

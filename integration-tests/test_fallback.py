@@ -67,5 +67,5 @@ async def test_what_transformers_writes_whoever_shares_a_step(
             await generate(client, prompts[0], **sampled)
         ).ids
     assert (server.metrics()["funitel_prefix_cache_hit_tokens_total"] > 0) is (name != "qwen3-next")  # it has a state
-    assert f"{UNLISTED[name].architecture} runs through transformers" in server.log.read_text()
+    await asyncio.to_thread(server.wait_log, f"{UNLISTED[name].architecture} runs through transformers")
     assert server.stop() == 0

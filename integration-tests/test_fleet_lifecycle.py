@@ -212,7 +212,7 @@ def test_a_lost_replica_is_back_within_a_minute_under_load(server: ManyModels, t
     server.note()
     assert took < 60
     assert {*statuses} == {200}, "the other replica has taken over"
-    assert "restart 1 of 5 in 0 s" in server.log.read_text()
+    eventually(lambda: "restart 1 of 5 in 0 s" in server.log.read_text(), "the restart in the log", 5)
 
 
 def test_a_killed_control_plane_is_replaced_while_a_stream_runs(server: ManyModels, tiny: Path, other: Path) -> None:

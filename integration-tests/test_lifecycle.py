@@ -175,7 +175,7 @@ def _uds_of(server: Server) -> str:
 async def test_sigterm_lets_a_running_stream_finish(start: Start, model: Path) -> None:
     server = start("--model-id", str(model), *FLAGS).wait_ready()
     footprint = server.footprint()
-    with long_stream(server, 800) as task:
+    with long_stream(server, 3000) as task:
         await until_running(server)
         server.process.send_signal(signal.SIGTERM)
         refused: list[str] = []
@@ -186,7 +186,7 @@ async def test_sigterm_lets_a_running_stream_finish(start: Start, model: Path) -
                 # The signal takes a moment from the launcher to the router; from then on everything is refused.
                 refused += [answered] if refused or answered != "200" else []
         answer = await task
-    assert (len(answer.ids), answer.finish_reason) == (800, "length")
+    assert (len(answer.ids), answer.finish_reason) == (3000, "length")
     assert refused, "the stream was over before the server could refuse anything"
     assert set(refused) <= {"refused", "503"}
     assert server.stop() == 0
@@ -204,7 +204,7 @@ async def _refusal(server: Server) -> str:
 
 async def test_a_second_sigint_does_not_wait(start: Start, model: Path) -> None:
     server = start("--model-id", str(model), *TWO, "--numa").wait_ready()
-    assert "collectives=shared-memory" in server.log.read_text()
+    await asyncio.to_thread(server.wait_log, "collectives=shared-memory")
     _assert_cores_apart(server)
     footprint = server.footprint()
     with long_stream(server, CONTEXT - 100) as task:

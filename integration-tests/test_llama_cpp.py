@@ -39,7 +39,7 @@ def _running(server: Server) -> float:
 @installed
 async def test_a_chat_is_answered_with_log_probabilities_seeds_stops_and_schemas(server: Server) -> None:
     async with client_of(server.url) as client:
-        assert "llama.cpp" in server.log.read_text()
+        await asyncio.to_thread(server.wait_log, "llama.cpp")
         plain = await _chat(client, temperature=0, logprobs=True, top_logprobs=3)
         text = str(plain["message"]["content"])  # type: ignore[index]
         assert len(text) > 10

@@ -68,8 +68,7 @@ async def test_stages_write_what_one_shard_writes_and_outlive_a_rank(model: Path
             assert [answer.ids for answer in found] == [answer.ids for answer in expected]
         assert len(server.shard_pids()) == 4
         assert server.error_lines() == []
-        log = server.log.read_text()
-        assert "restart 1 of 5" in log
+        log = await asyncio.to_thread(server.wait_log, "restart 1 of 5")
         assert "pipeline stage 1 of 2: layers 1..2 of 3" in log
         assert "Traceback" not in log
     footprint.wait_gone()

@@ -243,6 +243,11 @@ class Server:
         """End of the launcher's stderr."""
         return self.log.read_text(errors="replace")[-num_chars:]
 
+    def wait_log(self, text: str, seconds: float = 5) -> str:
+        """Wait until the launcher's stderr contains `text` and return all of it; lines of its children come late."""
+        wait_until(lambda: text in self.log.read_text(errors="replace"), seconds, f"{text!r} is not in the log")
+        return self.log.read_text(errors="replace")
+
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name, labels included."""
         return samples_of(httpx.get(f"{self.url}/metrics", timeout=10, verify=PLAIN).text)
