@@ -83,7 +83,7 @@ async def test_replicas_are_lost_one_after_the_other_and_no_request_with_them(
                 assert metrics["funitel_moved_total"] > moved, "it had nothing to lose"
                 moved = metrics["funitel_moved_total"]
                 assert (await client.get("/health")).status_code == 200
-        wait_until(lambda: "1 of 3 replicas go on" in server.log.read_text(), 5)
+        server.wait_log("1 of 3 replicas go on")
         os.kill(pids[2], signal.SIGKILL)
         wait_until(lambda: server.process.poll() is not None, 5)
         assert server.process.returncode == 1

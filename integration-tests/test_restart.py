@@ -86,7 +86,7 @@ async def test_a_stop_that_comes_during_a_restart_lets_streams_finish(
             asking = asyncio.create_task(_all(client, 4, 600))
             await _until_running(server, 2)
             os.kill(server.shard_pids()[0], signal.SIGKILL)
-            await asyncio.to_thread(wait_until, lambda: "restart 1 of 5" in server.log.read_text(), 5)
+            await asyncio.to_thread(server.wait_log, "restart 1 of 5")
             server.process.send_signal(signal.SIGTERM)
             answers = await asyncio.wait_for(asking, 60)
             assert [answer.ids for answer in answers] == [answer.ids for answer in expected]

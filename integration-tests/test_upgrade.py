@@ -66,7 +66,7 @@ async def test_another_model_and_limit_take_over_under_load(tmp_path: Path, figu
             file.write_text(f"MODEL_ID={folders[1]}\nMAX_STOP_SEQUENCES=1\n")
             server.process.send_signal(signal.SIGHUP)
             said = "the deployment before the upgrade has ended"
-            await asyncio.to_thread(wait_until, lambda: said in server.log.read_text(), 90)
+            await asyncio.to_thread(server.wait_log, said, 90)
         finally:
             is_over.set()
         found = await asking
@@ -84,7 +84,7 @@ async def test_another_model_and_limit_take_over_under_load(tmp_path: Path, figu
         file.write_text(f"MODEL_ID={folders[0]}\nMAX_STOP_SEQUENCES=some\n")
         server.process.send_signal(signal.SIGHUP)
         refused = f"{FAILED}, the current deployment goes on: {file}, line 2: MAX_STOP_SEQUENCES: "
-        await asyncio.to_thread(wait_until, lambda: refused in server.log.read_text(), 60)
+        await asyncio.to_thread(server.wait_log, refused, 60)
         file.write_text(f"MODEL_ID={folders[1]}\n")
         broken = folders[1] / "config.json"
         with suppress(FileNotFoundError):
