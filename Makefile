@@ -26,7 +26,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 setup: ## install what tests need too into .venv (repeats cost nothing)
-	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,dev,clients,docs $(VENV)
+	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,oidc,dev,clients,docs $(VENV)
 
 serving: # install what serving needs into .venv, and nothing else
 	@PYTHON=$(PYTHON) scripts/install.sh $(VENV)

@@ -16,7 +16,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from funitel.router.api.routes import OPERATIONS
-from funitel.router.middleware.operation import Access
+from funitel.router.auth.access import Access
 from funitel_testing.documents.command_lines import problems_of
 
 ROOT = Path(__file__).parent.parent

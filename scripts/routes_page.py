@@ -23,7 +23,8 @@ from funitel.router.api import (
 )
 from funitel.router.api.openapi import KEY_FAILURES, MEANINGS
 from funitel.router.api.routes import OPERATIONS
-from funitel.router.middleware.operation import Access, Operation
+from funitel.router.auth.access import Access
+from funitel.router.middleware.operation import Operation
 
 PAGE = Path(__file__).parent.parent / "docs" / "routes.md"
 
@@ -58,11 +59,21 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),
     ("Platforms", PLATFORMS, platforms.ROUTES),
     ("Models at run time", "See [fleet](fleet.md).", fleet.ROUTES),
+    ("Users, keys and usage", "With `--users`; see [users](users.md).", operators.USER_ROUTES),
     ("Operators", OPERATORS, operators.ROUTES),
     ("Console", "Unless `--console false`; see [console](console.md).", operators.CONSOLE_ROUTES),
     ("Debugging", "With `--debug-routes` only.", operators.DEBUG_ROUTES),
 )
-KEYS = {Access.KEY: "yes", Access.OPERATOR: "its own", Access.FACT: "no", Access.CLOSED_FACT: "yes", Access.PROBE: "no"}
+KEYS = {
+    Access.KEY: "yes",
+    Access.OWN: "its own",
+    Access.OPERATOR: "its own; operators",
+    Access.ADMIN: "its own; admins",
+    Access.FACT: "no",
+    Access.CLOSED_FACT: "yes",
+    Access.LOGIN: "no",
+    Access.PROBE: "no",
+}
 
 
 def row(operation: Operation) -> str:

@@ -164,6 +164,8 @@ class FakeFleet:
     async def change(self, name: str, change: ModelChange) -> ModelEntry:
         entry = self.model(name)
         self.changed.append((name, change))
+        if change.pinned is not None:
+            entry = self.entries[name] = replace(entry, pinned=change.pinned)
         return entry
 
     # Replicas

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from funitel.launcher.cli.fleet.commands import FLEET_COMMANDS, TITLE
-from funitel.launcher.cli.program import COMMANDS, SUMMARIES, program
+from funitel.launcher.cli.program import COMMANDS, OF_USERS, SUMMARIES, program
 from funitel.launcher.config.command_line import ParsedCommandLine
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.settings.fields import run_app
@@ -85,11 +85,11 @@ def test_the_page_of_the_program_lists_every_command(run: Any) -> None:
     ran = run("--help")
     assert (ran.code, ran.err) == (0, "")
     for name, summary in SUMMARIES.items():
-        if name in FLEET_COMMANDS:  # named only, so that the page stays short
+        if name in (*FLEET_COMMANDS, *OF_USERS):  # named only, so that the page stays short
             continue
         assert re.search(rf"^  {name} +{re.escape(summary[:20])}", ran.out, re.MULTILINE)
     (named,) = re.findall(rf"^{TITLE}:\n((?:  .*\n)+)", ran.out, re.MULTILINE)
-    assert re.split(r",\s+", named.strip()) == [*FLEET_COMMANDS]
+    assert re.split(r",\s+", named.strip()) == [*FLEET_COMMANDS, *OF_USERS]
     for name in FLEET_COMMANDS:
         assert run("help", name).out.startswith(f"Usage: {run('--help').out.split()[1]} {name} ")
 
@@ -173,7 +173,7 @@ USAGE = [
     (["download-weights", "--model-id=x"], "give MODEL without a flag"),
     (["models", "a", "b"], "funitel models takes MODEL"),
     (["bench", "a", "--model-id", "b"], "are different models"),
-    (["key"], "funitel key needs a command: new, list, group, revoke"),
+    (["key"], "funitel key needs a command: new, list, group, import, revoke"),
     (["key", "nwe"], "did you mean new?"),
 ]
 

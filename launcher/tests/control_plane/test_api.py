@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from funitel.launcher.control_plane.api import router_side
+from funitel.launcher.control_plane.api.app import build_app
 from funitel.launcher.control_plane.api.requests import MAX_BODY_BYTES
 from funitel.launcher.control_plane.api.server import ControlServer
 from funitel.launcher.control_plane.interface import Fleet
@@ -28,7 +29,7 @@ ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 @asynccontextmanager
 async def serving(fleet: Fleet, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    server = ControlServer(fleet, ModelTools(ENVIRON), folder / "control.sock")
+    server = ControlServer(build_app(fleet, ModelTools(ENVIRON)), folder / "control.sock")
     await server.start()
     transport = httpx.AsyncHTTPTransport(uds=str(server.path))
     async with httpx.AsyncClient(transport=transport, base_url="http://control", timeout=20) as client:
@@ -401,7 +402,7 @@ async def test_a_watch_without_changes_has_blank_lines(
 
 
 async def test_a_watch_ends_with_the_server_and_leaves_no_task(fleet: FakeFleet, tmp_path: Path) -> None:
-    server = ControlServer(fleet, ModelTools(ENVIRON), tmp_path / "control.sock")
+    server = ControlServer(build_app(fleet, ModelTools(ENVIRON)), tmp_path / "control.sock")
     await server.start()
     transport = httpx.AsyncHTTPTransport(uds=str(server.path))
     before = asyncio.all_tasks()
@@ -454,7 +455,7 @@ async def test_a_socket_that_cannot_be_made_is_one_line(fleet: FakeFleet, tmp_pa
     path = tmp_path / ("x" * 120) / "control.sock"
     path.parent.mkdir()
     with pytest.raises(StartupError, match="cannot be made: AF_UNIX path too long"):
-        await ControlServer(fleet, ModelTools(ENVIRON), path).start()
+        await ControlServer(build_app(fleet, ModelTools(ENVIRON)), path).start()
 
 
 async def test_the_signals_of_the_launcher_stay_its_own(fleet: FakeFleet, tmp_path: Path) -> None:

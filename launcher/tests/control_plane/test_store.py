@@ -194,7 +194,7 @@ def test_a_later_version_is_refused_and_left_as_it_is(opened: Callable[[], State
     engine = create_engine(url)
     with engine.begin() as db:
         db.execute(text("UPDATE schema_version SET version = 99"))
-    with pytest.raises(StorageFailed, match="tables of version 99, this program knows 1") as refused:
+    with pytest.raises(StorageFailed, match=f"tables of version 99, this program knows {schema.VERSION}") as refused:
         opened()
     assert "\n" not in refused.value.message
     with engine.begin() as db:
@@ -205,6 +205,7 @@ def test_a_later_version_is_refused_and_left_as_it_is(opened: Callable[[], State
 def test_an_earlier_version_is_migrated_version_by_version(opened: Callable[[], StateStore]) -> None:
     store = opened()
     store.save_model(entry("x"), None, is_wanted=True)
+    now = schema.VERSION
 
     def add_colour(db: Connection) -> None:
         db.execute(text("ALTER TABLE models ADD COLUMN colour TEXT DEFAULT 'red'"))
@@ -212,26 +213,45 @@ def test_an_earlier_version_is_migrated_version_by_version(opened: Callable[[], 
     def paint(db: Connection) -> None:
         db.execute(text("UPDATE models SET colour = colour || 'dish'"))
 
-    with store._transaction() as db:
-        schema.bring_up_to_date(db, 3, {2: add_colour, 3: paint})
-    with store._transaction() as db:
+    with store.transaction() as db:
+        schema.bring_up_to_date(db, now + 2, {now + 1: add_colour, now + 2: paint})
+    with store.transaction() as db:
         assert db.execute(text("SELECT name, colour FROM models")).all() == [("x", "reddish")]
-        assert db.execute(text("SELECT version FROM schema_version")).scalar() == 3
+        assert db.execute(text("SELECT version FROM schema_version")).scalar() == now + 2
 
 
 def test_a_migration_that_fails_leaves_the_earlier_version(opened: Callable[[], StateStore]) -> None:
-    store = opened()
+    store, now = opened(), schema.VERSION
 
     def fail(db: Connection) -> None:
         db.execute(text("ALTER TABLE models ADD COLUMN colour TEXT"))
         db.execute(text("UPDATE nowhere SET x = 1"))
 
-    with pytest.raises(StorageFailed, match="nowhere"), store._transaction() as db:
-        schema.bring_up_to_date(db, 2, {2: fail})
-    with store._transaction() as db:
-        assert db.execute(text("SELECT version FROM schema_version")).scalar() == 1
-    with store._transaction() as db, pytest.raises(Exception, match="colour"):
+    with pytest.raises(StorageFailed, match="nowhere"), store.transaction() as db:
+        schema.bring_up_to_date(db, now + 1, {now + 1: fail})
+    with store.transaction() as db:
+        assert db.execute(text("SELECT version FROM schema_version")).scalar() == now
+    with store.transaction() as db, pytest.raises(Exception, match="colour"):
         db.execute(text("SELECT colour FROM models"))
+
+
+def test_a_state_of_the_first_version_gets_users_and_an_audit(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    StateStore(path).close()
+    database = sqlite3.connect(path)
+    for table in (*(each.name for each in schema.OF_TENANTS), "schema_version"):
+        database.execute(f"DROP TABLE {table}")
+    database.execute("CREATE TABLE schema_version (version INTEGER NOT NULL)")
+    database.execute("INSERT INTO schema_version VALUES (1)")
+    database.commit()
+    database.close()
+    store = StateStore(path)
+    with store.transaction() as db:
+        assert db.execute(text("SELECT count(*) FROM users")).scalar() == 0
+        assert db.execute(text("SELECT version FROM schema_version")).scalar() == schema.VERSION
+        db.execute(text("INSERT INTO audit (at, actor, object, content) VALUES (1, 'a', 'b', '{}')"))
+    with pytest.raises(StorageFailed, match="append-only"), store.transaction() as db:
+        db.execute(text("DELETE FROM audit"))
 
 
 # What goes wrong
@@ -240,7 +260,7 @@ def test_a_migration_that_fails_leaves_the_earlier_version(opened: Callable[[], 
 def test_a_full_disk_is_one_line_and_leaves_the_state(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "fleet.db")
     store.save_model(entry("x", replicas=(REPLICA,)), None, is_wanted=True)
-    with store._transaction() as db:
+    with store.transaction() as db:
         pages = db.exec_driver_sql("PRAGMA page_count").scalar()
         db.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StorageFailed, match="disk is full") as failed:
@@ -250,7 +270,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_state(tmp_path: Path) -> None:
     assert "INSERT" not in failed.value.message
     (stored,) = store.models()
     assert (stored.entry.error, stored.entry.replicas, stored.is_wanted) == (None, (REPLICA,), True)
-    with store._transaction() as db:
+    with store.transaction() as db:
         db.exec_driver_sql("PRAGMA max_page_count = 1000000")
     store.save_model(entry("x", error="e" * 100_000), None, is_wanted=False)  # there is room again
     store.close()

@@ -20,6 +20,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     ├── Unauthorized              missing or wrong API key
     ├── Forbidden                 the API key is not for this route or model
     ├── RateLimited               the API key has reached its limit per minute, or of concurrent requests
+    ├── QuotaExceeded             a key or a user has used up what it may within a month
     ├── NotFound                  the resource of a path does not exist
     │   └── ModelNotFound         the named model is not served
     ├── Conflict                  what is asked contradicts the state of a model: a name is taken, the model is in use
@@ -234,6 +235,21 @@ class RateLimited(FunitelError):
     def __init__(self, message: str, wait_seconds: float | None = None) -> None:
         super().__init__(message)
         self.wait_seconds = wait_seconds
+
+
+class QuotaExceeded(FunitelError):
+    """A key or a user has used up what it may within a month; `limit` names the limit."""
+
+    http_status = 429
+    openai_code = "insufficient_quota"
+    anthropic_type = "rate_limit_error"
+    error_type = "quota_exceeded"
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    metric = "rate_limited"
+
+    def __init__(self, message: str, limit: str = "") -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class NotFound(FunitelError):

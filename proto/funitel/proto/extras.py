@@ -12,6 +12,7 @@ PACKAGES = {
     "llama-cpp": ("llama_cpp",),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"),
     "postgres": ("psycopg",),
+    "oidc": ("authlib", "httpx", "joserfc"),
 }
 
 

@@ -342,6 +342,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "no_model": st.just(False),  # true needs a control socket
     "wait_for_load": st.floats(0, 86_400),
     "console": st.booleans(),
+    "users": st.booleans(),
     "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),

@@ -15,7 +15,6 @@ from funitel.router.api.batches.in_process import InProcess
 from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
 from funitel.router.api.gated_routes import gated_routes
 from funitel.router.api.responses.store import ResponseStore
-from funitel.router.auth.accounts import Accounts
 from funitel.router.batch.service import Batches
 from funitel.router.core.background_tasks import Tasks
 from funitel.router.core.file_watch import Reloadable, reload_on_change
@@ -28,6 +27,7 @@ from funitel.router.middleware.tracing import TracingMiddleware
 from funitel.router.serving.service import Connect, Service
 from funitel.router.serving.step_queries import StepSessions
 from funitel.router.settings import RouterSettings, is_guarded
+from funitel.router.tenants.link import accounts_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def build_app(
     link = None
     if settings.control_socket is not None and connect_replicas is not None:
         link = FleetLink(models, settings.control_socket, connect_replicas)
-    bans = (settings.max_wrong_keys, settings.ban_seconds)
-    accounts = Accounts(settings.api_key, settings.api_key_file, service.metrics, *bans)
+    accounts, tenants = accounts_of(settings, service.metrics, None if link is None else link.control)
     batches = Batches(models, InProcess(accounts, lambda: app))
 
     @asynccontextmanager
@@ -80,11 +79,15 @@ def build_app(
             background.start(models.history.run())
         if link is not None:
             background.start(link.run())
+        if tenants is not None:
+            background.start(tenants.run())
         try:
             yield
         finally:
             await background.cancel()
             await app.state.responses.runs.cancel()
+            if tenants is not None:
+                await tenants.close()
             await asyncio.gather(service.close(), *([] if link is None else [link.close()]))
 
     routes, pages = gated_routes(settings, accounts, models, None if link is None else link.loads)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from funitel.launcher.cli.tenants.commands import import_keys
+from funitel.launcher.cli.tenants.settings import ImportKeysSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.security.keys import (
     FLAG,
@@ -189,5 +191,6 @@ KEY_COMMANDS: Mapping[str, Callable[..., None]] = {
     "new": as_command(NewKeySettings, make),
     "list": as_command(ListKeysSettings, list_all),
     "group": as_command(GroupKeySettings, regroup, {"name": "Name of the key."}),
+    "import": as_command(ImportKeysSettings, import_keys),
     "revoke": as_command(RevokeKeySettings, revoke, {"name": "Name of the key."}),
 }

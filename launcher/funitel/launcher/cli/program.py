@@ -108,7 +108,7 @@ class ManyModelsCommand:
 
 COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand | ManyModelsCommand] = {
     "up": ManyModelsCommand("Serve many models, which are launched while it runs.", "up.program:make_up"),
-    "down": ManyModelsCommand("Stop a server of many models, and its models.", "up.program:make_down"),
+    "down": ManyModelsCommand("Stop a server of many models.", "up.program:make_down"),
     "chat": ClientCommand(
         "Chat with a model in the terminal.",
         "cli.settings:ChatSettings",
@@ -138,12 +138,22 @@ COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand | ManyModelsC
         "Fetch or convert a model before it is served.", "DownloadSettings", "download-weights", "download"
     ),
     "quantize": ServerCommand("Write a model with smaller weights.", "QuantizeSettings", "quantize", "quantize"),
-    "key": KeyCommands("Create, list, group and revoke the API keys of a file.", "cli.keys:KEY_COMMANDS"),
+    "key": KeyCommands("Manage the API keys of a file.", "cli.keys:KEY_COMMANDS"),
+    "user": KeyCommands(
+        "Add, list and change the users of a server, and their keys.", "cli.tenants.commands:USER_COMMANDS"
+    ),
+    "usage": ClientCommand(
+        "Show what the users of a server have used.", "cli.tenants.settings:UsageSettings", "cli.tenants.commands:usage"
+    ),
+    "audit": ClientCommand(
+        "Show who has changed what on a server.", "cli.tenants.settings:AuditSettings", "cli.tenants.commands:audit"
+    ),
     **{
         name: ClientCommand(each.summary, each.settings_path, each.run_path, each.arguments)
         for name, each in FLEET_COMMANDS.items()
     },
 }
+OF_USERS = ("user", "usage", "audit")
 SUMMARIES: Mapping[str, str] = {
     SERVE: "Serve a model; also done without a command.",
     **{name: entry.summary for name, entry in COMMANDS.items() if entry.summary},
@@ -164,8 +174,8 @@ class ServeCommand(LauncherCommand):
 class TgiForm(LauncherCommand):
     """`funitel FLAGS`, as text-generation-launcher is called."""
 
-    commands = tuple((name, summary) for name, summary in SUMMARIES.items() if name not in FLEET_COMMANDS)
-    further = ((TITLE, tuple(FLEET_COMMANDS)),)
+    commands = tuple((name, summary) for name, summary in SUMMARIES.items() if name not in (*FLEET_COMMANDS, *OF_USERS))
+    further = ((TITLE, (*FLEET_COMMANDS, *OF_USERS)),)
 
     def about(self) -> str:
         """What the program does, and what it does without a command."""

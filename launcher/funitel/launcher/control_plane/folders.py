@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from funitel.launcher.control_plane.state_folder import CONTROL_SOCKET, LOGS
+from funitel.launcher.control_plane.state_folder import CONTROL_SOCKET, DATABASE, LOGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,11 @@ class Folders:
 
     run: Path
     state: Path | None
+
+    @property
+    def database(self) -> Path | None:
+        """Of the state; None for one in memory."""
+        return None if self.state is None else self.state / DATABASE
 
     @property
     def files(self) -> Path:

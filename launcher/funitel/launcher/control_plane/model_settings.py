@@ -35,6 +35,7 @@ SERVER_FLAGS = frozenset(
     "max_batch_file_bytes api_key api_key_file max_wrong_keys ban_seconds share_prefixes protect_all_routes "
     "tls_cert tls_key tls_client_ca "
     "tls_probe_cert tls_probe_key cors_allow_origin allowed_host otlp_endpoint otlp_service_name otlp_decode_tokens "
+    "users oidc_issuer oidc_client_id oidc_client_secret_file oidc_redirect_url oidc_role_claim "
     "console debug_routes config env json_output log_level strict_fields openai_errors wait_for_load state_dir "
     "database worker_port worker_hostname worker_tls_cert worker_tls_key worker_tls_ca worker_timeout insecure_workers "
     "ray_address memory_budget max_restarts graceful_termination_timeout control_socket trust_remote_code".split()

@@ -82,7 +82,7 @@ class StateStore:
         self._engine = _engine_of(url, self._shown)
         with ExitStack() as undoing:
             undoing.callback(self.close)
-            with self._transaction() as db:
+            with self.transaction() as db:
                 bring_up_to_date(db)
             undoing.pop_all()
 
@@ -91,7 +91,8 @@ class StateStore:
         self._engine.dispose()
 
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def transaction(self) -> Iterator[Connection]:
+        """What a block writes is on the disk when the block has ended, or nothing of it after an error."""
         with _storage_errors(self._shown), self._engine.begin() as db:
             yield db
 
@@ -99,7 +100,7 @@ class StateStore:
 
     def models(self) -> list[StoredModel]:
         """All models: highest priority first, then in the order of their first launch."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             rows = db.execute(select(MODELS).order_by(MODELS.c.priority.desc(), MODELS.c.place)).all()
             replicas: dict[str, list[ReplicaEntry]] = {}
             for row in db.execute(select(REPLICAS).order_by(REPLICAS.c.id)):
@@ -122,7 +123,7 @@ class StateStore:
             "request": None if request is None else json.dumps(request.to_json()),
             "entry": json.dumps(replace(entry, replicas=()).to_json()),
         }
-        with self._transaction() as db:
+        with self.transaction() as db:
             written = db.execute(update(MODELS).where(MODELS.c.name == entry.name).values(**values))
             if not written.rowcount:
                 db.execute(insert(MODELS).values(name=entry.name, **values))
@@ -132,7 +133,7 @@ class StateStore:
 
     def forget_model(self, name: str) -> None:
         """Remove a model and its replicas; its events stay."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             db.execute(delete(MODELS).where(MODELS.c.name == name))
             db.execute(delete(REPLICAS).where(REPLICAS.c.model == name))
 
@@ -141,47 +142,47 @@ class StateStore:
     def registrations(self) -> list[Registration]:
         """All registrations, by type and name."""
         query = select(REGISTRATIONS.c.content).order_by(REGISTRATIONS.c.type, REGISTRATIONS.c.name)
-        with self._transaction() as db:
+        with self.transaction() as db:
             return [Registration.from_json(json.loads(content)) for content in db.execute(query).scalars()]
 
     def save_registration(self, registration: Registration) -> None:
         """Write a registration."""
         content = json.dumps(registration.to_json())
         key = {"type": registration.type, "name": registration.name}
-        with self._transaction() as db:
+        with self.transaction() as db:
             written = db.execute(update(REGISTRATIONS).filter_by(**key).values(content=content))
             if not written.rowcount:
                 db.execute(insert(REGISTRATIONS).values(content=content, **key))
 
     def forget_registration(self, type: str, name: str) -> None:
         """Remove a registration."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             db.execute(delete(REGISTRATIONS).filter_by(type=type, name=name))
 
     # Events and loads
 
     def add_event(self, model: str, new: ModelEvent) -> None:
         """Write an event of a model, and drop the oldest ones beyond the bounds."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             db.execute(insert(EVENTS).values(model=model, **new.to_json()))
             _drop_oldest(db, EVENTS, EVENTS.c.model == model, MAX_EVENTS_OF_A_MODEL)
             _drop_oldest(db, EVENTS, EVENTS.c.place > 0, MAX_EVENTS)
 
     def events(self, model: str) -> list[ModelEvent]:
         """The events of a model, oldest first."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             rows = db.execute(select(EVENTS).filter_by(model=model).order_by(EVENTS.c.place)).all()
         return [ModelEvent(at=row.at, stage=row.stage, message=row.message) for row in rows]
 
     def add_load(self, key: str, seconds: float) -> None:
         """Write how long a load took; `key` names the model and what changes the duration, such as its quantization."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             db.execute(insert(LOADS).values(key=key, seconds=seconds))
             _drop_oldest(db, LOADS, LOADS.c.key == key, MAX_LOADS)
 
     def expected_load_seconds(self, key: str) -> float | None:
         """The median of the last loads; None where there was none."""
-        with self._transaction() as db:
+        with self.transaction() as db:
             found: Sequence[float] = db.execute(select(LOADS.c.seconds).filter_by(key=key)).scalars().all()
         return median(found) if found else None
 

@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from funitel.launcher.config.child_commands import Commands, download_environ
 from funitel.launcher.config.resolve import listed_gpus, visible_gpus
-from funitel.launcher.control_plane.api.audit import AUDIT, Audit
 from funitel.launcher.control_plane.api.server import ControlServer
 from funitel.launcher.control_plane.folders import Folders
 from funitel.launcher.control_plane.model_settings import settings_of
 from funitel.launcher.control_plane.model_tools import ModelTools
 from funitel.launcher.control_plane.records import LaunchRequest
 from funitel.launcher.control_plane.registry import Registry
-from funitel.launcher.control_plane.state_folder import DATABASE
 from funitel.launcher.control_plane.store import StateStore, StateThread
 from funitel.launcher.lifecycle.fleet import ModelFleet
 from funitel.launcher.lifecycle.machines import MachinePlacement
@@ -21,6 +19,8 @@ from funitel.launcher.lifecycle.resources.machine_memory import DEFAULT_SHARE, m
 from funitel.launcher.lifecycle.server import ServerFacts
 from funitel.launcher.lifecycle.service import FleetService
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.tenants.api.app import app_of
+from funitel.launcher.tenants.service import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class ControlPlane:
         Raises:
             SettingsError, StorageFailed: the state cannot be opened.
         """
-        database = settings.database or (None if folders.state is None else folders.state / DATABASE)
-        self.state = StateThread(StateStore(database))
+        self.state = StateThread(StateStore(settings.database or folders.database))
         registry = Registry(self.state, folders.files / "registrations")
         gpus = () if settings.device == "cpu" else visible_gpus(settings.device, environ)
         gpus = (listed_gpus() or ()) if gpus is None else gpus
@@ -79,8 +78,9 @@ class ControlPlane:
         budget = settings.memory_budget or int(machine_memory() * DEFAULT_SHARE)
         self.fleet = ModelFleet(facts, self.state, registry, tools, memory_bytes=budget)
         self.service = FleetService(self.fleet, self.state)
-        audit = None if folders.state is None else Audit(folders.state / AUDIT)
-        self._control = ControlServer(self.fleet, tools, folders.control_socket, audit)
+        self.tenants = Tenants(self.state)
+        self._needs_users = settings.users
+        self._control = ControlServer(app_of(settings, self.fleet, tools, self.tenants), folders.control_socket)
 
     async def start(self, configured: Sequence[LaunchRequest] = (), *, has_router: bool = False) -> int:
         """Adopt or load what is stored and configured, and answer on the control socket.
@@ -91,9 +91,15 @@ class ControlPlane:
         Raises:
             StartupError, StorageFailed: the socket or the state cannot be used.
         """
+        await self.tenants.start()
         await self._placement.start()
         num_adopted = await self.service.start(configured, has_router=has_router)
         await self._control.start()
+        if self._needs_users and not self.tenants.has_users:
+            logger.warning(
+                "no request is answered before there is a user: funitel user new NAME --role admin --url unix://%s",
+                self._control.path,
+            )
         return num_adopted
 
     async def stop(self) -> None:
@@ -101,6 +107,7 @@ class ControlPlane:
         await self.service.stop()
         await self._placement.stop()
         await self._control.stop()
+        self.tenants.close()
         await self.state.close()
 
     async def until_router_watches(self) -> None:

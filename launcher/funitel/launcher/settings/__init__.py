@@ -202,6 +202,22 @@ class LauncherSettings:
     otlp_decode_tokens: int = _router("otlp_decode_tokens")
     memory_bandwidth: float | None = _router("memory_bandwidth")
     console: bool = _router("console")
+    users: bool = _router("users")
+    oidc_issuer: str | None = setting(
+        None, "URL of a provider of OpenID Connect at which users of --users may log in; https, or this machine."
+    )
+    oidc_client_id: str = setting("funitel", "Name of this server at the provider of --oidc-issuer.")
+    oidc_client_secret_file: str | None = setting(
+        None, "File with the secret of this server at the provider of --oidc-issuer; without one it is a public client."
+    )
+    oidc_redirect_url: str | None = setting(
+        None,
+        "URL of /v1/auth/oidc/callback of this server as browsers reach it; by the address that a browser has asked "
+        "when not given.",
+    )
+    oidc_role_claim: str | None = setting(
+        None, "Claim of the provider's ID token with the role, such as realm_access.roles; users when not given."
+    )
     debug_routes: bool = _router("debug_routes")
     state_dir: str | None = setting(
         None,

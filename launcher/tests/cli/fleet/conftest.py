@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from funitel.launcher.cli.program import program
+from funitel.launcher.control_plane.api.app import build_app
 from funitel.launcher.control_plane.api.server import ControlServer
 from funitel.launcher.control_plane.model_tools import ModelTools
 from funitel.proto.settings.fields import run_app
@@ -28,7 +29,7 @@ class Server:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.fleet = self.do(self._made())
-        self._server = ControlServer(self.fleet, ModelTools(os.environ), path)
+        self._server = ControlServer(build_app(self.fleet, ModelTools(os.environ)), path)
         self.do(self._server.start())
         self.url = f"unix://{path}"
 

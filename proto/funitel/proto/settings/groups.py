@@ -99,6 +99,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "security",
         "Keys and TLS",
         "api_key api_key_file",
+        "users oidc_issuer oidc_client_id oidc_client_secret_file oidc_redirect_url oidc_role_claim "
         "max_wrong_keys ban_seconds "
         "tls_cert tls_key protect_all_routes tls_client_ca tls_probe_cert tls_probe_key shard_tls_cert shard_tls_key "
         "shard_tls_ca",

@@ -10,14 +10,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
 from funitel.proto.errors import FunitelError, ModelNotLoaded
-from funitel.router.api import console
+from funitel.router.api import console, tenants
 from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.handler import control_of, models_of, service_of
 from funitel.router.api.common.route_kinds import native_fact, native_probe, native_state
 from funitel.router.api.native.schema import AnyObject, Info, InfoQuery
+from funitel.router.auth.access import Access
 from funitel.router.engine.snapshot import SchedulerState
 from funitel.router.fleet.control import ControlSocket
-from funitel.router.middleware.operation import Access, ModelUse
+from funitel.router.middleware.operation import ModelUse
 from funitel.router.serving.service import Service
 from funitel.router.telemetry import metrics
 from funitel.router.telemetry.merge import merged_text
@@ -160,6 +161,7 @@ ROUTES = (
     native_fact("/openapi.json", openapi_json, "The OpenAPI document", answer=AnyObject),
     native_fact("/api-doc/openapi.json", openapi_json, "The same", answer=AnyObject),
 )
+USER_ROUTES = tenants.ROUTES
 CONSOLE_ROUTES = console.ROUTES  # unless --console false
 # With --debug-routes only.
 DEBUG_ROUTES = (

@@ -22,10 +22,10 @@ from funitel.router.api import (
     steps,
     vllm,
 )
-from funitel.router.api.common.route_kinds import with_openai_errors
-from funitel.router.api.operators import CONSOLE_ROUTES, DEBUG_ROUTES, HEALTH
+from funitel.router.api.common.route_kinds import closed, with_openai_errors
+from funitel.router.api.operators import CONSOLE_ROUTES, DEBUG_ROUTES, HEALTH, USER_ROUTES
 from funitel.router.api.platforms import VERTEX
-from funitel.router.middleware.operation import Access, Operation
+from funitel.router.middleware.operation import Operation
 from funitel.router.settings import RouterSettings
 
 TITLE = "funitel"
@@ -44,6 +44,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *anthropic.ROUTES,
     *platforms.ROUTES,
     *operators.ROUTES,
+    *USER_ROUTES,
     *CONSOLE_ROUTES,
 )
 
@@ -64,12 +65,7 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
     )
     if settings.openai_errors:
         listed = tuple(map(with_openai_errors, listed))
-    if not settings.protect_all_routes:
-        return listed
-    return tuple(
-        replace(operation, access=Access.CLOSED_FACT) if operation.access is Access.FACT else operation
-        for operation in listed
-    )
+    return tuple(map(closed, listed)) if settings.protect_all_routes else listed
 
 
 @cache

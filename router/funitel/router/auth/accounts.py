@@ -8,13 +8,17 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
-from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
+from funitel.proto.errors import Forbidden, FunitelError, SettingsError
 from funitel.proto.security.keys import SETTING_NAME, Key, covers, digest_of, keys_of
-from funitel.router.auth.rate_limit import MinuteWindow
+from funitel.proto.security.roles import Role
+from funitel.proto.security.sessions import Session
+from funitel.router.auth.access import Access
+from funitel.router.auth.meter import LimitReached, Meter, MinuteLimits
 from funitel.router.auth.wrong_keys import WrongKeys
 from funitel.router.core.file_watch import FileWatch
 from funitel.router.telemetry.metrics import Metrics
@@ -33,16 +37,19 @@ class Account:
     """What requests with one key have used. Event loop only; instants are of the monotonic clock.
 
     A key of the same digest that is read again takes its place in `key`: its limits change, what was used stays.
+
+    Attributes:
+        key: with its scopes and limits.
+        tenant: the user that it belongs to, and what the control plane writes of it; None for a key of a file.
+        owner: of its requests, as a hash.
     """
 
-    def __init__(self, key: Key, metrics: Metrics) -> None:
+    def __init__(self, key: Key, metrics: Metrics, tenant: "AccountTenant | None" = None) -> None:
         self.key = key
+        self.tenant = tenant
         self._metrics = metrics
         self.owner = owner_of(key.digest)
-        self._num_running = 0
-        self._requests = MinuteWindow()
-        self._tokens = MinuteWindow()
-        self._num_reserved = 0  # tokens of requests that have not ended
+        self._meter = Meter("API key")
 
     def is_valid(self, wall_clock: float) -> bool:
         """Whether the key is neither revoked nor expired."""
@@ -54,13 +61,24 @@ class Account:
         """Whether the key is a setting, not of a file."""
         return self.key.is_bare and self.key.name == SETTING_NAME
 
-    def check_route(self, path: str, *, is_for_operators: bool = False) -> None:
+    @property
+    def _meters(self) -> list[tuple[Meter, MinuteLimits]]:
+        """What counts its requests, and the limits: of the key, and of the user."""
+        own: tuple[Meter, MinuteLimits] = (self._meter, self.key)
+        return [own] if self.tenant is None else [own, (self.tenant.meter, self.tenant.limits)]
+
+    def check_route(self, path: str, access: Access = Access.KEY) -> None:
         """Raise Forbidden unless the key is for a route, by the path in the table of routes.
 
-        One for operators must be among the key's routes by its very path, save for the key that is a setting.
+        One for operators, admins or users themselves must be among the key's routes by its very path, save for the key
+        that is a setting and for sessions; a user's role must include that of the route.
         """
         routes = self.key.routes
-        if is_for_operators and not self._is_setting and path not in routes:
+        role = access.role
+        if self.tenant is not None and role is not None and not self.tenant.role.includes(role):
+            raise self._refusal("route", Forbidden(f"this takes the role {role}; yours is {self.tenant.role}"))
+        is_free = self._is_setting or (self.tenant is not None and self.tenant.is_session)
+        if access.needs_very_path and not is_free and path not in routes:
             words = f"this API key is for no operator's route: its `routes` must list {path}, without a pattern"
             raise self._refusal("route", Forbidden(words))
         if not covers(routes, path):
@@ -81,45 +99,24 @@ class Account:
         Raises:
             RateLimited: the key has too many requests at once, or had too many, or too many tokens, within a minute.
         """
-        if not is_background:
-            self._check_concurrency()
-        self._check_limits(now)
+        with self._counting_refusals():
+            for meter, limits in self._meters:
+                if not is_background:
+                    meter.check_concurrency(limits)
+                meter.check_requests(limits, now)
         self._metrics.count_key_request(self.key.name)
-        self._requests.add(1, now)
+        for meter, _ in self._meters:
+            meter.count_request(now)
         with nullcontext() if is_background else self.prolonged():
             yield
 
     @contextmanager
     def prolonged(self) -> Iterator[None]:
         """Count a request that goes on after it was answered, as long as the block lasts."""
-        self._num_running += 1
-        try:
+        with ExitStack() as running:
+            for meter, _ in self._meters:
+                running.enter_context(meter.running())
             yield
-        finally:
-            self._num_running -= 1
-
-    def _check_concurrency(self) -> None:
-        limit = self.key.max_concurrent_requests
-        if limit is not None and self._num_running >= limit:
-            raise self._refusal("concurrency", RateLimited(f"at most {limit} requests of this API key run at once"))
-
-    def _check_limits(self, now: float) -> None:
-        limit = self.key.requests_per_minute
-        if limit is not None and self._requests.used(now) >= limit:
-            wait = self._requests.seconds_until(limit - 1, now)
-            raise self._refusal("requests", RateLimited(f"at most {limit} requests a minute with this API key", wait))
-        self._check_tokens(1, now)
-
-    def _check_tokens(self, num_tokens: int, now: float) -> None:
-        limit = self.key.tokens_per_minute
-        if limit is None:
-            return
-        wanted = min(num_tokens, limit)  # what is more than a whole minute's is let in when nothing else was used
-        used, reserved = self._tokens.used(now), self._num_reserved
-        if used + reserved + wanted > limit:
-            wait = self._tokens.seconds_until(limit - wanted, now)  # those that run may give back what they reserve
-            words = f"at most {limit} tokens a minute with this API key: {used} are used, requests that run may take "
-            raise self._refusal("tokens", RateLimited(f"{words}{reserved}, this one {num_tokens}", wait))
 
     def reserve(self, num_tokens: int, now: float) -> None:
         """Reserve the maximum of tokens that a request may take, until it is settled.
@@ -127,14 +124,25 @@ class Account:
         Raises:
             RateLimited: so many are not left of the minute.
         """
-        self._check_tokens(num_tokens, now)
-        self._num_reserved += num_tokens
+        with self._counting_refusals():
+            for meter, limits in self._meters:
+                meter.check_tokens(limits, num_tokens, now)
+        for meter, _ in self._meters:
+            meter.reserve(num_tokens)
 
     def settle(self, num_reserved: int, num_prompt: int, num_completion: int, now: float) -> None:
         """End a reservation: what the request has taken is used."""
-        self._num_reserved -= num_reserved
-        self._tokens.add(num_prompt + num_completion, now)
+        for meter, _ in self._meters:
+            meter.settle(num_reserved, num_prompt + num_completion, now)
         self._metrics.count_key_tokens(self.key.name, num_prompt, num_completion)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except LimitReached as error:
+            self._metrics.count_key_refused(self.key.name, error.reason)
+            raise
 
     def _refusal(self, reason: str, error: FunitelError) -> FunitelError:
         """Count a refusal."""
@@ -149,10 +157,17 @@ class Accounts:
     """
 
     def __init__(
-        self, key: str | None, path: str | None, metrics: Metrics, max_wrong_keys: int = 0, ban_seconds: float = 300.0
+        self,
+        key: str | None,
+        path: str | None,
+        metrics: Metrics,
+        max_wrong_keys: int = 0,
+        ban_seconds: float = 300.0,
+        tenants: "TenantAccounts | None" = None,
     ) -> None:
         self.wrong_keys = WrongKeys(max_wrong_keys, ban_seconds)
-        self.is_asked_for = key is not None or path is not None
+        self.is_asked_for = key is not None or path is not None or tenants is not None
+        self.tenants = tenants
         self._key = key
         self._path = path
         self._metrics = metrics
@@ -186,18 +201,30 @@ class Accounts:
             logger.info("API keys read again: %d", len(self))
 
     def find(self, tokens: tuple[bytes, ...]) -> Account | None:
-        """The account of the first of `tokens` that is a valid key."""
+        """The account of the first of `tokens` that is a valid key.
+
+        Raises:
+            Forbidden: the key is banned.
+            NotReady: the keys of users are not known yet, and it is none of the others.
+        """
         now = time.time()
-        for token in tokens:
-            account = self._by_digest.get(digest_of(token)) if token else None
+        digests = [digest_of(token) for token in tokens if token]
+        for digest in digests:
+            account = self._by_digest.get(digest)
             if account is not None and account.is_valid(now):
                 return account
-        return None
+        if self.tenants is None:
+            return None
+        self.tenants.check_known()
+        return next((found for digest in digests if (found := self.tenants.find(digest, now)) is not None), None)
 
     def find_owner(self, owner: str) -> Account | None:
         """The account of the valid key that things of an owner belong to (`Key.owner`)."""
         now = time.time()
-        return next((account for account in self._by_owner.get(owner, ()) if account.is_valid(now)), None)
+        for account in self._by_owner.get(owner, ()):
+            if account.is_valid(now):
+                return account
+        return None if self.tenants is None else self.tenants.of_owner(owner, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,23 +234,77 @@ class TokenCounts:
     prompt: int = 0
     completion: int = 0
 
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.prompt + self.completion
 
-@contextmanager
-def charged(account: Account | None, max_tokens: Callable[[], int], used: Callable[[], TokenCounts]) -> Iterator[None]:
-    """Let the block run if the account has `max_tokens` left, and charge what was `used` by its end.
+
+class TenantAccounts(Protocol):
+    """The accounts of users' keys and sessions."""
+
+    def check_known(self) -> None:
+        """Raise NotReady until they are known."""
+
+    def find(self, digest: bytes, now: float) -> Account | None:
+        """The account of a key that is valid; raises Forbidden for one that is banned."""
+
+    def session(self, cookie: str) -> tuple[Session, Account] | None:
+        """The session of a cookie and its account, where it is valid."""
+
+    def is_token_of(self, session: Session, token: str) -> bool:
+        """Whether a token is that which pages of a session send with changes."""
+
+    def of_owner(self, owner: str, now: float) -> Account | None:
+        """The account of the valid key that things of an owner belong to."""
+
+
+class AccountTenant(Protocol):
+    """The user that an account belongs to."""
+
+    meter: Meter
+    is_session: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the user."""
+
+    @property
+    def role(self) -> Role:
+        """The role of the user."""
+
+    @property
+    def limits(self) -> MinuteLimits:
+        """The limits of the user."""
+
+    def paying(
+        self, model: str, most: TokenCounts, used: Callable[[], TokenCounts]
+    ) -> AbstractAsyncContextManager[None]:
+        """Write what a request reserves, and by its end what it has used; raises QuotaExceeded, NotReady."""
+
+
+@asynccontextmanager
+async def charged(
+    account: Account | None, model: str, most: Callable[[], TokenCounts], used: Callable[[], TokenCounts]
+) -> AsyncIterator[None]:
+    """Let the block run if the account has `most` tokens left, and charge what was `used` by its end.
 
     However it ends: a client that leaves pays for what was computed.
 
     Raises:
-        RateLimited: the tokens are not left.
+        RateLimited: the tokens are not left of the minute.
+        QuotaExceeded: they are not left of the month.
+        NotReady: what is left of the month cannot be known.
     """
     if account is None:
         yield
         return
-    num_reserved = max_tokens()
-    account.reserve(num_reserved, time.monotonic())
+    reserved = most()
+    account.reserve(reserved.total, time.monotonic())
+    tenant = account.tenant
     try:
-        yield
+        async with nullcontext() if tenant is None else tenant.paying(model, reserved, used):
+            yield
     finally:
         tokens = used()
-        account.settle(num_reserved, tokens.prompt, tokens.completion, time.monotonic())
+        account.settle(reserved.total, tokens.prompt, tokens.completion, time.monotonic())

@@ -23,6 +23,7 @@ class ControlAnswer:
 
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
+    cookies: list[bytes] = field(default_factory=list)  # values of Set-Cookie
     content: bytes = b""
 
     @property
@@ -140,7 +141,11 @@ class _Reading:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header."""
-        self.answer.headers[name.lower()] = value
+        name = name.lower()
+        if name == b"set-cookie":
+            self.answer.cookies.append(value)
+        else:
+            self.answer.headers[name] = value
 
     def on_headers_complete(self) -> None:
         """Take the status."""

@@ -1,24 +1,28 @@
-"""API keys over HTTP: check the key of a request, and find the account and the tenant it belongs to.
+"""API keys and sessions over HTTP: check those of a request, and find the account and the tenant it belongs to.
 
-A key is hashed here and passed no further: no log line or metric shows it. Its name is logged.
+A key is hashed here and passed no further: no log line or metric shows it. Its name is logged. A session is that of a
+cookie, which a browser sends by itself; so a request that changes something must have the session's token too.
 """
 
 import time
+from http.cookies import CookieError, SimpleCookie
 
 from starlette.types import Scope
 
-from funitel.proto.errors import Unauthorized
+from funitel.proto.errors import Forbidden, Unauthorized
+from funitel.proto.security.sessions import COOKIE, CSRF_HEADER, SECURE_COOKIE
 from funitel.router.auth.accounts import Account, Accounts, owner_of
 from funitel.router.core import request_context
 from funitel.router.core.request import DEFAULT_MODEL, background_key
-from funitel.router.middleware.operation import Access, Operation
+from funitel.router.middleware.operation import Operation
 
 _ACCOUNT = "funitel.account"  # in a request's scope: the account of the key that was checked
+_READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 _BACKGROUND = "funitel.background"  # in a scope: the request is one of a batch
 
 
 def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str | None) -> Account:
-    """Return the account of the key given as `Authorization: Bearer <key>` or `x-api-key: <key>`.
+    """Return the account of the key given as `Authorization: Bearer <key>` or `x-api-key: <key>`, or of a session.
 
     Args:
         scope: of the request.
@@ -28,7 +32,8 @@ def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str
 
     Raises:
         Unauthorized: no key is given, or a wrong one.
-        Forbidden: the key is not for this route, or not for this model.
+        Forbidden: the key is not for this route, or not for this model; a session's change lacks the token.
+        NotReady: the keys of users are not known yet.
         RateLimited: the client is banned for wrong keys.
     """
     account = account_of(scope) if is_background_request(scope) else _found(scope, accounts)
@@ -36,7 +41,7 @@ def check_key(scope: Scope, accounts: Accounts, operation: Operation, model: str
         raise Unauthorized("missing or wrong API key")
     scope[_ACCOUNT] = account
     request_context.current().key_name = account.key.name
-    account.check_route(operation.path, is_for_operators=operation.access is Access.OPERATOR)
+    account.check_route(operation.path, operation.access)
     if operation.body is not None and model is not None:
         account.check_model(model)  # whatever name the body gives it
     return account
@@ -48,10 +53,41 @@ def _found(scope: Scope, accounts: Accounts) -> Account | None:
     client = scope.get("client")  # None: on a Unix socket
     if client is not None and wrong_keys.tries:
         wrong_keys.check(client[0], time.monotonic())
+    if not any(tokens) and (account := _of_session(scope, accounts)) is not None:
+        return account
     account = accounts.find(tokens)
     if account is None and client is not None and any(tokens):
         wrong_keys.count(client[0], time.monotonic())
     return account
+
+
+def _of_session(scope: Scope, accounts: Accounts) -> Account | None:
+    """The account of the session of a request's cookie.
+
+    Raises:
+        Forbidden: the request may change something and has not the session's token.
+    """
+    tenants = accounts.tenants
+    cookies = None if tenants is None else _header(scope, b"cookie")
+    if tenants is None or not cookies:
+        return None
+    found = tenants.session(_cookie(cookies, SECURE_COOKIE if scope["scheme"] == "https" else COOKIE))
+    if found is None:
+        return None
+    session, account = found
+    token = _header(scope, CSRF_HEADER.encode()).decode("latin-1")
+    if scope["method"] not in _READING and not tenants.is_token_of(session, token):
+        raise Forbidden(f"a request of a session that changes something needs its token in the header {CSRF_HEADER}")
+    return account
+
+
+def _cookie(header: bytes, name: str) -> str:
+    """The value of a cookie, or nothing."""
+    try:
+        found = SimpleCookie(header.decode("latin-1")).get(name)
+    except CookieError:
+        return ""
+    return "" if found is None else found.value
 
 
 def act_in_background(scope: Scope, account: Account | None) -> None:

@@ -1,4 +1,4 @@
-"""One row of the table of routes: `Operation` and its `Access`; the row that a request takes."""
+"""One row of the table of routes, `Operation`, and the row that a request takes."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -10,19 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from funitel.router.auth.access import Access
+
 ROUTE = "funitel.route"  # in a request's scope: the Operation it takes, once one is found
 UNKNOWN_ROUTE = "other"  # of paths that no route has: their number has no bound
 PATH_PARAMETER = re.compile(r"{(\w+)(?::path)?}")  # one marked so may have slashes
-
-
-class Access(Enum):
-    """What a route asks for where there are API keys."""
-
-    KEY = "a key that is for the route"
-    OPERATOR = "the key that is a setting, or one with the very path among its routes"
-    FACT = "no key: the route tells what the server is, and does nothing"
-    CLOSED_FACT = "a key that is for the route; answered as long as the port answers, draining or not"
-    PROBE = "no key: health checks have none"
 
 
 class ModelUse(Enum):
@@ -75,7 +67,7 @@ class Operation:
     @property
     def is_protected(self) -> bool:
         """Whether an API key is asked for, when there is one."""
-        return self.access in (Access.KEY, Access.OPERATOR, Access.CLOSED_FACT)
+        return self.access not in (Access.FACT, Access.LOGIN, Access.PROBE)
 
     @property
     def documented_path(self) -> str:

@@ -7,11 +7,12 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from funitel.router.auth.access import Access
 from funitel.router.auth.accounts import Account, Accounts
 from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
 from funitel.router.middleware.auth import check_key, is_background_request
-from funitel.router.middleware.operation import ROUTE, Access, Operation
+from funitel.router.middleware.operation import ROUTE, Operation
 
 
 class ModelNames(Protocol):
@@ -38,7 +39,7 @@ class RouteGate:
         self._operation = operation
         self._accounts = accounts
         self._checks_key = accounts.is_asked_for and operation.is_protected
-        self._drain = drain if operation.access in (Access.KEY, Access.OPERATOR) else None
+        self._drain = drain if operation.is_protected and operation.access is not Access.CLOSED_FACT else None
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

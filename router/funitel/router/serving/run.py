@@ -133,7 +133,8 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
     for job in jobs:
         job.arrived.consume_reservation()
     streams: list[TokenStream] = []
-    with charged(jobs[0].arrived.account, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)):
+    account, model = jobs[0].arrived.account, jobs[0].service.model_id
+    async with charged(account, model, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)):
         async with AsyncExitStack() as stack:
             for job in jobs:
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
@@ -149,8 +150,9 @@ def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractConte
     return service.running.entered(request)
 
 
-def _max_tokens(jobs: Sequence[GenerationJob]) -> int:
-    return _prompt_tokens(jobs) + sum(job.num_answers * job.request.stopping.max_new_tokens for job in jobs)
+def _max_tokens(jobs: Sequence[GenerationJob]) -> TokenCounts:
+    most = sum(job.num_answers * job.request.stopping.max_new_tokens for job in jobs)
+    return TokenCounts(_prompt_tokens(jobs), most)
 
 
 def _used_tokens(jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> TokenCounts:

@@ -73,6 +73,11 @@ class RouterSettings:
         "Unix socket of the control plane, which says what models are served beside the one of --tokenizer-name.",
         env=None,
     )
+    users: bool = setting(
+        False,
+        "Whether requests need an API key or a session of a user of the control plane; `funitel user new` adds the "
+        "first one.",
+    )
     no_model: bool = setting(
         False, "Serve no model but those that the control plane of --control-socket names.", env=None
     )
@@ -399,7 +404,8 @@ def check_api_key(api_key: str | None) -> None:
 
 def is_guarded(settings: Any) -> bool:
     """Whether clients are authenticated, by the settings of a router or a launcher."""
-    return any(value is not None for value in (settings.api_key, settings.api_key_file, settings.tls_client_ca))
+    given = (settings.api_key, settings.api_key_file, settings.tls_client_ca)
+    return bool(settings.users) or any(value is not None for value in given)
 
 
 def opens_port(settings: Any) -> bool:
@@ -408,7 +414,8 @@ def opens_port(settings: Any) -> bool:
     The variable API_KEY does not count: other programs have it too, and it would open the port of a server by accident.
     """
     is_stray = variable_of_value(settings.api_key) == STRAY_KEY
-    return is_guarded(settings) and not (is_stray and settings.api_key_file is None and settings.tls_client_ca is None)
+    is_alone = settings.api_key_file is None and settings.tls_client_ca is None and not settings.users
+    return is_guarded(settings) and not (is_stray and is_alone)
 
 
 def local_only(settings: Any) -> str:

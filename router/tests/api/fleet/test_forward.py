@@ -11,7 +11,7 @@ from fakes import FakeEngine, Serve, eventually
 from funitel.proto.security.keys import Key, digest_of, line_of
 from funitel.router.api.fleet import ROUTES
 from funitel.router.api.fleet.handlers import OPEN_TO_ALL
-from funitel.router.middleware.operation import Access
+from funitel.router.auth.access import Access
 
 JSON = {"content-type": "application/json"}
 ASKED = [

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-TITLE = "Models of a running server"
+TITLE = "Models and users of a running server"
 _PACKAGE = "cli.fleet"
 _NAME = {"name": "Name of the model."}
 

@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.launcher.control_plane.api import models, operators, router_side
-from funitel.launcher.control_plane.api.audit import Audit, Audited
 from funitel.launcher.control_plane.interface import Fleet
 from funitel.launcher.control_plane.model_tools import ModelTools
 from funitel.proto.errors import (
@@ -27,17 +30,33 @@ logger = logging.getLogger(__name__)
 BAD_REQUEST, UNAVAILABLE, NO_ROOM = 400, 503, 507
 
 
-def build_app(fleet: Fleet, tools: ModelTools, audit: Audit | None = None) -> Starlette:
-    """Make the application over a fleet; `app.state.closing` ends its streams."""
+def build_app(
+    fleet: Fleet,
+    tools: ModelTools,
+    routes: Sequence[Route] = (),
+    middleware: Sequence[Middleware] = (),
+    state: Mapping[str, Any] = MappingProxyType({}),
+) -> Starlette:
+    """Make the application over a fleet; `app.state.closing` ends its streams.
+
+    Args:
+        fleet: what models, replicas and registrations are asked of.
+        tools: of the model server.
+        routes: further ones.
+        middleware: around all routes.
+        state: what further routes find in `app.state`.
+    """
     app = Starlette(
-        routes=[*router_side.ROUTES, *models.ROUTES, *operators.ROUTES],
-        middleware=[Middleware(_EncodedPath), Middleware(Audited, audit=audit)],
+        routes=[*router_side.ROUTES, *models.ROUTES, *operators.ROUTES, *routes],
+        middleware=[Middleware(_EncodedPath), *middleware],
         exception_handlers={FunitelError: _answer, HTTPException: _answer_http, Exception: _answer_unexpected},
     )
     app.router.redirect_slashes = False
     app.state.fleet = fleet
     app.state.tools = tools
     app.state.closing = asyncio.Event()
+    for name, value in state.items():
+        setattr(app.state, name, value)
     return app
 
 

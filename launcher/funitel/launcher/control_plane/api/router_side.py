@@ -11,8 +11,7 @@ from starlette.routing import Route
 
 from funitel.launcher.control_plane.api.requests import fleet_of, json_of
 from funitel.launcher.control_plane.checks import Fields, wrong
-from funitel.launcher.control_plane.interface import Fleet
-from funitel.launcher.control_plane.records import Activity, Snapshot
+from funitel.launcher.control_plane.records import Activity, JSONObject
 
 BLANK_LINE_SECONDS = 10.0
 ACCEPTED = 202
@@ -20,13 +19,17 @@ ACCEPTED = 202
 
 async def watch(request: Request) -> Response:
     """Snapshots, one a line, from the present one on; a blank line where nothing changes for a time."""
-    lines = _lines(fleet_of(request), request.app.state.closing)
-    return StreamingResponse(lines, media_type="application/x-ndjson")
+    states = (snapshot.to_json() async for snapshot in fleet_of(request).watch())
+    return stream_of(states, request.app.state.closing)
 
 
-async def _lines(fleet: Fleet, closing: asyncio.Event) -> AsyncIterator[bytes]:
-    snapshots = fleet.watch()
-    coming, ending = asyncio.ensure_future(_next(snapshots)), asyncio.ensure_future(closing.wait())
+def stream_of(states: AsyncIterator[JSONObject], closing: asyncio.Event) -> Response:
+    """An answer of states, one a line, which ends when the server closes; a blank line where none comes for a time."""
+    return StreamingResponse(_lines(states, closing), media_type="application/x-ndjson")
+
+
+async def _lines(states: AsyncIterator[JSONObject], closing: asyncio.Event) -> AsyncIterator[bytes]:
+    coming, ending = asyncio.ensure_future(_next(states)), asyncio.ensure_future(closing.wait())
     try:
         while True:
             done, _ = await asyncio.wait(
@@ -37,23 +40,23 @@ async def _lines(fleet: Fleet, closing: asyncio.Event) -> AsyncIterator[bytes]:
             if not done:
                 yield b"\n"
                 continue
-            snapshot = coming.result()
-            if snapshot is None:
+            state = coming.result()
+            if state is None:
                 return
-            yield json.dumps(snapshot.to_json(), separators=(",", ":")).encode() + b"\n"
-            coming = asyncio.ensure_future(_next(snapshots))
+            yield json.dumps(state, separators=(",", ":")).encode() + b"\n"
+            coming = asyncio.ensure_future(_next(states))
     finally:
         for task in (coming, ending):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        if close := getattr(snapshots, "aclose", None):
+        if close := getattr(states, "aclose", None):
             await close()
 
 
-async def _next(snapshots: AsyncIterator[Snapshot]) -> Snapshot | None:
-    """The next snapshot; None after the last one."""
-    return await anext(snapshots, None)
+async def _next(states: AsyncIterator[JSONObject]) -> JSONObject | None:
+    """The next state; None after the last one."""
+    return await anext(states, None)
 
 
 async def activity(request: Request) -> Response:

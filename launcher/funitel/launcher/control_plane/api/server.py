@@ -8,11 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
-from funitel.launcher.control_plane.api.app import build_app
-from funitel.launcher.control_plane.api.audit import Audit
-from funitel.launcher.control_plane.interface import Fleet
-from funitel.launcher.control_plane.model_tools import ModelTools
 from funitel.proto.errors import StartupError
 
 KEEP_ALIVE_SECONDS = 75
@@ -24,9 +21,9 @@ BACKLOG = 256
 class ControlServer:
     """HTTP over a Unix socket that only this user may use."""
 
-    def __init__(self, fleet: Fleet, tools: ModelTools, path: Path, audit: Audit | None = None) -> None:
+    def __init__(self, app: Starlette, path: Path) -> None:
         self.path = path
-        self._app = build_app(fleet, tools, audit)
+        self._app = app
         config = uvicorn.Config(
             self._app,
             loop="none",

@@ -9,7 +9,8 @@ from funitel.router.api.common.error_schemas import (
     OpenAIErrorResponse,
     TgiOpenAIErrorResponse,
 )
-from funitel.router.middleware.operation import Access, ModelUse, Operation
+from funitel.router.auth.access import Access
+from funitel.router.middleware.operation import ModelUse, Operation
 
 READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body and needs the model's files
 GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
@@ -53,6 +54,11 @@ anthropic_work = partial(
     failures=ANTHROPIC_FAILURES,
     model=ModelUse.GENERATES,
 )
+
+
+def closed(operation: Operation) -> Operation:
+    """The same route with a key asked for, where it is one of facts."""
+    return replace(operation, access=Access.CLOSED_FACT) if operation.access is Access.FACT else operation
 
 
 def with_openai_errors(operation: Operation) -> Operation:

@@ -6,7 +6,8 @@ from funitel.router.api.common.error_schemas import OpenAIErrorResponse
 from funitel.router.api.common.route_kinds import native_fact
 from funitel.router.api.console import handlers
 from funitel.router.api.console.schema import EndedRequestList, LiveQuery, LiveState
-from funitel.router.middleware.operation import Access, Operation
+from funitel.router.auth.access import Access
+from funitel.router.middleware.operation import Operation
 
 _shown = partial(Operation, error=OpenAIErrorResponse, method="GET", access=Access.CLOSED_FACT)
 

@@ -157,7 +157,8 @@ class EncoderCall:
         context.operation, context.prompt_tokens = _OPERATIONS[task], self.num_tokens
         context.validation_seconds = self.validation_seconds
         taken = TokenCounts(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
-        with charged(self.arrived.account, lambda: self.num_tokens, lambda: taken):
+        most = TokenCounts(prompt=self.num_tokens)
+        async with charged(self.arrived.account, self.service.model_id, lambda: most, lambda: taken):
             work = self.encoder.engine.encode(
                 task,
                 inputs,

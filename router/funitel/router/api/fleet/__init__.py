@@ -26,7 +26,7 @@ from funitel.router.api.fleet.schema import (
     WaitQuery,
     WorkerList,
 )
-from funitel.router.middleware.operation import Access
+from funitel.router.auth.access import Access
 
 FAILURES = (400, 404, 409, 503)
 BODY_FAILURES = (400, 404, 409, 413, 415, 503)

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import Forbidden, NotFound, ShuttingDown
-from funitel.proto.security.asker import ACTOR, ANONYMOUS, CLIENT
+from funitel.proto.security.asker import ACTOR, ANONYMOUS, CLIENT, ORIGIN, ROLE, USER
 from funitel.router.api.common.body import declared_size, receive_body, taken_body
 from funitel.router.api.common.handler import control_of, models_of
 from funitel.router.core.drain import SHUTTING_DOWN
@@ -26,9 +26,10 @@ OPEN_TO_ALL = (
     "without an API key models are launched and changed from this machine only: give the server --api-key or "
     "--api-key-file, let it listen on 127.0.0.1, or use the control socket"
 )
+SESSIONS = "/v1/auth/"  # routes that read the cookie of a browser
 SEEN_SECONDS = 0.25  # that an answer waits until this router has heard of the change too
 QUERY = "%!$&'()*+,;=:@/?[]"  # of ASCII, stands in a query as it came
-_KEPT = (b"retry-after", b"location")  # headers of an answer
+_KEPT = (b"retry-after", b"location", b"cache-control")  # headers of an answer
 
 
 async def forward(http: HttpRequest) -> Response:
@@ -70,7 +71,10 @@ async def _forwarded(http: HttpRequest, body: bytes, control: ControlSocket | No
     if http.method != "GET" and answer.status < 300:
         await models.changed(before, SEEN_SECONDS)
     headers = {name.decode(): answer.headers[name].decode("latin-1") for name in _KEPT if name in answer.headers}
-    return Response(answer.content, answer.status, headers, "application/json")
+    response = Response(answer.content, answer.status, headers, "application/json")
+    for cookie in answer.cookies:
+        response.headers.append("set-cookie", cookie.decode("latin-1"))
+    return response
 
 
 async def _unless_ending(models: ServedModels, work: Coroutine[Any, Any, T]) -> T:
@@ -89,10 +93,17 @@ async def _unless_ending(models: ServedModels, work: Coroutine[Any, Any, T]) -> 
 def _asker(http: HttpRequest) -> dict[str, str]:
     """The headers that name the client to the control plane."""
     account = account_of(http.scope)
-    return {
+    asker = {
         ACTOR: ANONYMOUS if account is None else account.key.name,
         CLIENT: "" if http.client is None else http.client.host,
     }
+    if account is not None and account.tenant is not None:
+        asker |= {USER: account.tenant.name, ROLE: str(account.tenant.role)}
+    operation = operation_of(http.scope)
+    if operation is not None and operation.path.startswith(SESSIONS):
+        asker |= {ORIGIN: f"{http.url.scheme}://{http.url.netloc}"}
+        asker |= {name: http.headers[name] for name in ("cookie",) if name in http.headers}
+    return {name: value for name, value in asker.items() if value.isascii() and value.isprintable()}
 
 
 def _target(http: HttpRequest) -> str:

@@ -12,6 +12,14 @@ export function setApiKey(key) {
   dispatchEvent(new Event("funitel-key"));
 }
 
+// Of the session of this browser, if it has one: a page of another site cannot read it.
+let csrfToken = null;
+
+export function setCsrfToken(token) {
+  csrfToken = token ?? null;
+  dispatchEvent(new Event("funitel-key"));
+}
+
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -28,13 +36,14 @@ function messageOf(status, text) {
   } catch {
     // not JSON
   }
-  if (status === 401) return "The server asks for an API key.";
+  if (status === 401) return "Log in, or give an API key.";
   return text.slice(0, 500) || `The server answered with status ${status}.`;
 }
 
 export async function request(path, { method = "GET", body, signal, headers = {} } = {}) {
   const all = { ...headers };
   if (apiKey()) all.authorization = `Bearer ${apiKey()}`;
+  else if (csrfToken) all["x-funitel-csrf"] = csrfToken;
   if (body !== undefined) all["content-type"] = "application/json";
   const content = body === undefined || typeof body === "string" ? body : JSON.stringify(body);
   let response;

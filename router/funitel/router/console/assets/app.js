@@ -2,7 +2,8 @@
 import { html, render, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { apiKey, setApiKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { Dialog } from "./widgets.js";
+import { SIGNED_OUT, logIn, logOut, lookUp } from "./session.js";
+import { Dialog, Problem } from "./widgets.js";
 
 // Pages that few visits need are loaded when they are opened.
 const PAGES = {
@@ -10,6 +11,7 @@ const PAGES = {
   models: { title: "Models", load: async () => (await import("./models.js")).Models },
   live: { title: "Live", load: async () => (await import("./live.js")).Live },
   requests: { title: "Requests", load: async () => (await import("./requests.js")).Requests },
+  access: { title: "Keys", load: async () => (await import("./access.js")).Access },
   docs: { title: "Docs", load: async () => (await import("./explorer.js")).Explorer },
 };
 const THEMES = ["auto", "light", "dark"];
@@ -46,11 +48,48 @@ function KeyDialog({ onClose }) {
   <//>`;
 }
 
+function LoginDialog({ session, onDone, onClose }) {
+  const [name, setName] = useState("");
+  const [password, setPassword] = useState("");
+  const [error, setError] = useState(null);
+  async function send(event) {
+    event.preventDefault();
+    setError(null);
+    try {
+      onDone(await logIn(name, password));
+    } catch (problem) {
+      setError(problem);
+    }
+  }
+  return html`<${Dialog} title="Log in" onClose=${onClose}>
+    <form onSubmit=${send}>
+      <label>Name <input required autocomplete="username" value=${name} onInput=${(e) => setName(e.target.value)} /></label>
+      <label>Password <input required type="password" autocomplete="current-password" value=${password} onInput=${(e) => setPassword(e.target.value)} /></label>
+      <${Problem} error=${error} />
+      <p class="actions">
+        ${session.hasOidc && html`<a class="button" href="../v1/auth/oidc/login">Log in at the provider</a>`}
+        <button type="submit">Log in</button>
+      </p>
+    </form>
+  <//>`;
+}
+
+function useSession() {
+  const [session, setSession] = useState({ isOn: false, user: null, hasOidc: false });
+  useEffect(() => {
+    lookUp().then(setSession, () => {});
+  }, []);
+  const leave = () => logOut().then(() => setSession((now) => ({ ...SIGNED_OUT, hasOidc: now.hasOidc })), () => {});
+  return [session, setSession, leave];
+}
+
 function App() {
   const [page, setPage] = useState(pageOf());
   const [Shown, setShown] = useState(() => (page === "chat" ? Chat : null));
   const [problem, setProblem] = useState("");
   const [asksKey, setAsksKey] = useState(false);
+  const [asksLogin, setAsksLogin] = useState(false);
+  const [session, setSession, leave] = useSession();
   const [theme, nextTheme] = useTheme();
   const main = useRef(null);
   const isFirst = useRef(true);
@@ -90,12 +129,15 @@ function App() {
       </nav>
       <span class="tools">
         <button type="button" class="quiet" onClick=${nextTheme}>Theme: ${theme}</button>
-        <button type="button" class="quiet" onClick=${() => setAsksKey(true)}>API key</button>
+        ${!session.user && html`<button type="button" class="quiet" onClick=${() => setAsksKey(true)}>API key</button>`}
+        ${session.isOn && !session.user && html`<button type="button" class="quiet" onClick=${() => setAsksLogin(true)}>Log in</button>`}
+        ${session.user && html`<button type="button" class="quiet" onClick=${leave}>Log out ${session.user.name}</button>`}
       </span>
     </header>
     <main ref=${main} id="main" tabindex="-1">
-      ${problem ? html`<p class="problem" role="alert">${problem}</p>` : Shown && html`<${Shown} />`}
+      ${problem ? html`<p class="problem" role="alert">${problem}</p>` : Shown && html`<${Shown} session=${session} />`}
     </main>
+    ${asksLogin && html`<${LoginDialog} session=${session} onClose=${() => setAsksLogin(false)} onDone=${(found) => (setSession(found), setAsksLogin(false))} />`}
     ${asksKey && html`<${KeyDialog} onClose=${() => setAsksKey(false)} />`}
   `;
 }

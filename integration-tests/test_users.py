@@ -1,0 +1,314 @@
+"""Users, their keys and sessions on a real server: scopes, quotas under load, roles by route, the audit, kill -9."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from funitel.proto.security.roles import Role
+from funitel.router.api.routes import OPERATIONS
+from funitel.router.auth.access import Access
+from funitel_testing.fleet import Fleet
+from funitel_testing.servers import PLAIN, wait_until
+from funitel_testing.tiny import VOCAB_SIZE, save_tiny
+
+MODEL = "tiny"
+PASSWORD = "correct horse battery"
+SECONDS = 60.0
+NUM_STREAMS = 32
+CSRF = "x-funitel-csrf"
+
+
+class Plane:
+    """The control socket of a server, and the sessions of its users."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.url = fleet.url
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask by the control socket, as an admin."""
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=SECONDS) as client:
+            answer = client.request(method, path, json=body)
+        assert answer.status_code < 300, answer.text
+        return answer.json() if answer.content else None
+
+    @property
+    def socket(self) -> Path:
+        """The control socket."""
+        (line,) = [
+            line
+            for line in Path(f"/proc/{self.fleet.router_pid()}/cmdline").read_bytes().split(b"\0")
+            if b"control.sock" in line
+        ]
+        return Path(os.fsdecode(line))
+
+    def user(self, name: str, role: str = "user", **limits: Any) -> None:
+        """Add a user."""
+        self.ask("POST", "/v1/users", {"name": name, "role": role, "password": PASSWORD, "limits": limits})
+
+    def key(self, user: str, name: str = "k", **fields: Any) -> tuple[int, str]:
+        """Make a key; returns its id and its text."""
+        made = self.ask("POST", "/v1/keys", {"user": user, "name": name, **fields})
+        return made["id"], made["key"]
+
+    @contextmanager
+    def session(self, name: str) -> Iterator[httpx.Client]:
+        """A client that is logged in, as a browser is."""
+        with httpx.Client(base_url=self.url, verify=PLAIN, timeout=SECONDS) as client:
+            answer = client.post("/v1/auth/login", json={"name": name, "password": PASSWORD})
+            assert answer.status_code == 200, answer.text
+            client.headers[CSRF] = answer.json()["csrf_token"]
+            yield client
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    """A server with users and a tiny model that never ends an answer by itself."""
+    folder = tmp_path_factory.mktemp("users")
+    model = save_tiny("llama", folder / "tiny", max_position_embeddings=4096, eos_token_id=VOCAB_SIZE)
+    with Fleet(folder, "--hostname", "127.0.0.1", "--users") as fleet:
+        plane = Plane(fleet)
+        plane.ask(
+            "POST", "/v1/models", {"model": str(model), "name": MODEL, "settings": {"max_batch_total_tokens": 32768}}
+        )
+        plane.user("root", "admin")
+        yield plane
+        assert "Traceback" not in fleet.log.read_text()
+
+
+def completion(max_tokens: int = 4, prompt: str = "Hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, **fields}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask(plane: Plane, key: str, **fields: Any) -> httpx.Response:
+    """One completion with a key."""
+    url = f"{plane.url}/v1/completions"
+    return httpx.post(url, json=completion(**fields), headers=bearer(key), verify=PLAIN, timeout=SECONDS)
+
+
+def test_without_a_key_or_a_session_nothing_is_answered(plane: Plane) -> None:
+    assert httpx.post(f"{plane.url}/v1/completions", json=completion(), verify=PLAIN).status_code == 401
+    assert httpx.get(f"{plane.url}/v1/users", verify=PLAIN).status_code == 401
+    assert httpx.get(f"{plane.url}/v1/auth/session", verify=PLAIN).json()["user"] is None
+    assert httpx.get(f"{plane.url}/ui/", verify=PLAIN).status_code == 200
+
+
+def test_a_key_is_made_used_changed_rotated_and_revoked(plane: Plane) -> None:
+    plane.user("ann")
+    with plane.session("ann") as ann:
+        made = ann.post("/v1/keys", json={"name": "laptop", "models": [MODEL]}).json()
+        client = openai.OpenAI(base_url=f"{plane.url}/v1", api_key=made["key"], max_retries=0)
+        assert client.completions.create(model=MODEL, prompt="Hi", max_tokens=3).usage.completion_tokens == 3  # type: ignore[union-attr]
+        assert ann.get("/v1/keys").json()["keys"][0]["hint"] == made["key"][-4:]
+        rotated = ann.post(f"/v1/keys/{made['id']}/rotate").json()
+        _until(lambda: ask(plane, made["key"]).status_code == 401)
+        assert ask(plane, rotated["key"]).status_code == 200
+        assert ann.patch(f"/v1/keys/{made['id']}", json={"limits": {"requests_per_month": 2}}).status_code == 200
+        _until(lambda: ask(plane, rotated["key"]).status_code == 429)
+        refused = ask(plane, rotated["key"])
+        assert "at most 2 requests a month with this API key" in refused.json()["error"]["message"]
+        assert ann.delete(f"/v1/keys/{made['id']}").json()["revoked"]
+        _until(lambda: ask(plane, rotated["key"]).status_code == 401)
+        assert ann.post(f"/v1/keys/{made['id']}/rotate").status_code == 409
+
+
+def _until(holds: Any) -> None:
+    wait_until(holds, 5)
+
+
+def test_a_session_needs_its_token_for_changes_and_ends(plane: Plane) -> None:
+    plane.user("bea")
+    with plane.session("bea") as bea:
+        token = bea.headers.pop(CSRF)
+        assert bea.get("/v1/keys").status_code == 200
+        assert bea.post("/v1/keys", json={"name": "x"}).status_code == 403
+        assert bea.post("/v1/keys", json={"name": "x"}, headers={CSRF: "0" * 64}).status_code == 403
+        bea.headers[CSRF] = token
+        cookies = dict(bea.cookies)
+        assert bea.post("/v1/auth/logout").status_code == 204
+        bea.cookies.update(cookies)
+        _until(lambda: bea.get("/v1/keys").status_code == 401)
+    with plane.session("bea") as bea, plane.session("bea") as other:
+        assert dict(bea.cookies) != dict(other.cookies)
+        body = {"password": "another long one", "current_password": "wrong"}
+        assert bea.post("/v1/users/bea/password", json=body).status_code == 401
+        assert bea.post("/v1/users/bea/password", json=body | {"current_password": PASSWORD}).status_code == 204
+        _until(lambda: other.get("/v1/keys").status_code == 401)
+
+
+def test_a_cookie_that_was_there_before_is_no_session(plane: Plane) -> None:
+    """Session fixation: whatever cookie a browser brings, a login gives it another."""
+    plane.user("cid")
+    with plane.session("cid") as cid:
+        fixed = dict(cid.cookies)
+    with httpx.Client(base_url=plane.url, verify=PLAIN, cookies=fixed) as other:
+        answer = other.post("/v1/auth/login", json={"name": "cid", "password": PASSWORD})
+        assert answer.cookies.get("funitel_session") not in (None, fixed["funitel_session"])
+        flags = answer.headers["set-cookie"].lower()
+        assert all(flag in flags for flag in ("httponly", "samesite=strict", "path=/"))
+
+
+def test_wrong_passwords_are_slowed_down(plane: Plane) -> None:
+    plane.user("dan")
+    body = {"name": "dan", "password": "wrong password"}
+    statuses = [httpx.post(f"{plane.url}/v1/auth/login", json=body, verify=PLAIN).status_code for _ in range(8)]
+    assert statuses[:5] == [401] * 5
+    assert 429 in statuses[5:]
+
+
+async def _stream(client: httpx.AsyncClient, key: str, max_tokens: int) -> int | None:
+    """The tokens of one stream; None where it was refused."""
+    body = completion(max_tokens, stream=True, stream_options={"include_usage": True})
+    num_tokens = 0
+    async with client.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+        if answer.status_code == 429:
+            return None
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if '"usage":{' in line:
+                num_tokens = int(line.split('"total_tokens":')[1].split(",")[0].rstrip("}"))
+    return num_tokens
+
+
+@pytest.mark.parametrize(
+    "limits", [{"tokens_per_month": 1000}, {"tokens_per_minute": 1000}, {"requests_per_month": 40}]
+)
+async def test_a_quota_holds_exactly_under_many_streams(plane: Plane, limits: dict[str, int]) -> None:
+    name = f"quota-{next(iter(limits)).replace('_', '-')}"
+    plane.user(name)
+    _, key = plane.key(name, limits=limits)
+    async with httpx.AsyncClient(base_url=plane.url, verify=PLAIN, timeout=SECONDS) as client:
+        used: list[int | None] = []
+        for _ in range(3):
+            used += await asyncio.gather(*(_stream(client, key, 20) for _ in range(NUM_STREAMS)))
+    taken = [tokens for tokens in used if tokens is not None]
+    most = next(iter(limits.values()))
+    total = len(taken) if "requests_per_month" in limits else sum(taken)
+    assert total <= most
+    assert most - total < (1 if "requests_per_month" in limits else max(taken)), "it is used up"
+    await asyncio.to_thread(_until, lambda: _total(plane, name) == sum(taken))
+
+
+def _total(plane: Plane, user: str) -> int:
+    """The tokens that a user has used."""
+    rows = plane.ask("GET", f"/v1/usage?user={user}")["usage"]
+    return sum(row["prompt_tokens"] + row["completion_tokens"] + row["unsettled_tokens"] for row in rows)
+
+
+async def test_what_is_reserved_when_the_router_is_killed_counts_as_used(plane: Plane) -> None:
+    plane.user("eve")
+    _, key = plane.key("eve", limits={"tokens_per_month": 4000})
+    async with httpx.AsyncClient(base_url=plane.url, verify=PLAIN, timeout=SECONDS) as client:
+        streams = [asyncio.create_task(_stream(client, key, 1500)) for _ in range(2)]
+        await asyncio.to_thread(_until, lambda: _total(plane, "eve") > 3000)
+        router = plane.fleet.router_pid()
+        os.kill(router, signal.SIGKILL)
+        await asyncio.gather(*streams, return_exceptions=True)
+    await asyncio.to_thread(wait_until, lambda: _is_up(plane, router), 30)
+    assert _total(plane, "eve") > 3000
+    assert ask(plane, key, max_tokens=1500).status_code == 429
+    assert ask(plane, key, max_tokens=100).status_code == 200
+
+
+def _is_up(plane: Plane, router: int) -> bool:
+    try:
+        return plane.fleet.router_pid() != router and httpx.get(f"{plane.url}/health", verify=PLAIN).status_code == 200
+    except (httpx.TransportError, AssertionError):
+        return False
+
+
+# Roles by route -------------------------------------------------------------------------------------------------
+
+LEAST = {Access.OPERATOR: Role.OPERATOR, Access.ADMIN: Role.ADMIN}
+
+
+@pytest.fixture(scope="module")
+def actors(plane: Plane) -> Iterator[dict[str, httpx.Client]]:
+    """A session of each role, and a key of each role that is for every route by a pattern."""
+    found = {}
+    with ExitStack() as stack:
+        for role in Role:
+            plane.user(f"matrix-{role}", str(role))
+            found[f"session {role}"] = stack.enter_context(plane.session(f"matrix-{role}"))
+            _, key = plane.key(f"matrix-{role}")
+            client = httpx.Client(base_url=plane.url, verify=PLAIN, headers=bearer(key), timeout=SECONDS)
+            found[f"key {role}"] = stack.enter_context(client)
+        yield found
+
+
+PROTECTED = [each for each in OPERATIONS if each.is_protected and each.path != "/v1/auth/logout"]
+
+
+@pytest.mark.parametrize("operation", PROTECTED, ids=[f"{each.method} {each.path}" for each in PROTECTED])
+def test_no_role_gets_more_than_is_its_own(actors: dict[str, httpx.Client], operation: Any) -> None:
+    """The path names nothing that is there, and the body is no JSON: what is let in changes nothing."""
+    path = operation.documented_path
+    for part in ("name", "user", "id", "model", "type", "request_id", "response_id", "batch_id", "file_id", "replica"):
+        path = path.replace(f"{{{part}}}", "987654321")
+    for name, client in actors.items():
+        kind, _, role = name.partition(" ")
+        body = {} if operation.method == "GET" else {"content": b"{", "headers": {"content-type": "application/json"}}
+        status = client.request(operation.method, path, **body).status_code
+        least = LEAST.get(operation.access)
+        is_allowed = least is None or Role(role).includes(least)
+        if kind == "key" and operation.access.needs_very_path:
+            is_allowed = False
+        assert (status not in (401, 403)) == is_allowed, (name, status)
+
+
+def test_a_user_sees_and_changes_its_own_alone(plane: Plane) -> None:
+    plane.user("fay")
+    plane.user("gus")
+    number, _ = plane.key("gus")
+    with plane.session("fay") as fay:
+        assert [user["name"] for user in fay.get("/v1/users").json()["users"]] == ["fay"]
+        assert fay.get("/v1/users/gus").status_code == 404
+        assert fay.get(f"/v1/keys/{number}").status_code == 404
+        assert fay.delete(f"/v1/keys/{number}").status_code == 404
+        assert fay.post("/v1/keys", json={"name": "x", "user": "gus"}).status_code == 403
+        assert fay.post("/v1/users/gus/password", json={"password": "a long password"}).status_code == 403
+        assert {row["user"] for row in fay.get("/v1/usage?user=gus").json()["usage"]} <= {"fay"}
+        number = fay.post("/v1/keys", json={"name": "mine"}).json()["id"]
+        assert fay.patch(f"/v1/keys/{number}", json={"is_banned": True}).status_code == 403
+
+
+# The audit ------------------------------------------------------------------------------------------------------
+
+
+def test_the_audit_names_actor_object_before_and_after(plane: Plane) -> None:
+    with plane.session("root") as root:
+        root.post("/v1/users", json={"name": "hal"})
+        root.patch("/v1/users/hal", json={"role": "operator"})
+        root.delete("/v1/users/hal")
+        root.patch(f"/v1/models/{MODEL}", json={"pinned": True})
+        rows = root.get("/v1/audit?object=user hal").json()["audit"]
+        models = root.get(f"/v1/audit?object=model {MODEL}&actor=root").json()["audit"]
+    assert [(row["actor"], row["via"]) for row in rows] == [("root", "root/session")] * 3
+    deleted, changed, added = rows
+    assert added["before"] is None
+    assert added["after"]["role"] == "user"
+    assert (changed["before"]["role"], changed["after"]["role"]) == ("user", "operator")
+    assert deleted["after"] is None
+    assert deleted["before"]["role"] == "operator"
+    done, begun = models[:2]
+    assert begun["status"] is None
+    assert (done["before"]["pinned"], done["after"]["pinned"], done["status"]) == (False, True, 200)
+    database = sqlite3.connect(plane.fleet.state / "fleet.db")
+    for statement in ("DELETE FROM audit", "UPDATE audit SET actor = 'x'"):
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            database.execute(statement)
+    database.close()

@@ -1,0 +1,145 @@
+"""Settings of the commands about users, keys, usage and the audit of a running server."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from funitel.launcher.cli.fleet.settings import FleetClientSettings
+from funitel.proto.security.keys import FLAG
+from funitel.proto.security.roles import Role
+from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE
+from funitel.proto.settings.fields import setting
+
+LIMITS = (
+    *("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"),
+    *("requests_per_month", "tokens_per_month", "budget_per_month"),
+)
+
+
+def _given(help: str, **more: Any) -> Any:
+    """A flag without an environment variable."""
+    return setting(None, help, env=None, **more)
+
+
+def _switch(help: str) -> Any:
+    return setting(False, help, env=None)
+
+
+def _role() -> Any:
+    return _given("What the user may do.", choices=tuple(map(str, Role)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitSettings(FleetClientSettings):
+    """Limits of a user or a key."""
+
+    requests_per_minute: int | None = _given("Maximum of requests in a minute.", bounds=AT_LEAST_ONE)
+    tokens_per_minute: int | None = _given(
+        "Maximum of tokens, prompt and completion, in a minute.", bounds=AT_LEAST_ONE
+    )
+    max_concurrent_requests: int | None = _given("Maximum of requests in flight.", bounds=AT_LEAST_ONE)
+    requests_per_month: int | None = _given("Maximum of requests in a month.", bounds=AT_LEAST_ONE)
+    tokens_per_month: int | None = _given("Maximum of tokens, prompt and completion, in a month.", bounds=AT_LEAST_ONE)
+    budget_per_month: float | None = _given("Maximum of the cost of tokens in a month.", bounds=NOT_NEGATIVE)
+    json: bool = _switch("Print JSON instead of text.")
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The limits that are given."""
+        return {name: value for name in LIMITS if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewUserSettings(LimitSettings):
+    """Add a user; the password is read from the terminal, or from stdin with --password-stdin."""
+
+    name: str
+    role: str | None = _role()
+    password_stdin: bool = _switch("Read the password from stdin.")
+    no_password: bool = _switch("Add a user that has keys and cannot log in.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListUsersSettings(FleetClientSettings):
+    """List users."""
+
+    json: bool = _switch("Print JSON instead of text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeUserSettings(LimitSettings):
+    """Change role or limits of a user, or disable it."""
+
+    name: str
+    role: str | None = _role()
+    disable: bool = _switch("Refuse sessions and keys of the user.")
+    enable: bool = _switch("Accept them again.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasswordSettings(FleetClientSettings):
+    """Set the password of a user, which ends all sessions."""
+
+    name: str
+    password_stdin: bool = _switch("Read the password from stdin.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteUserSettings(FleetClientSettings):
+    """Delete a user, and revoke the keys."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewUserKeySettings(LimitSettings):
+    """Make a key for a user; its text is printed once."""
+
+    name: str
+    key_name: str = setting("default", "Name of the key in logs and metrics.", env=None)
+    expires: str | None = _given("Expiry: a date such as 2027-01-31, or a date and time of UTC.")
+    routes: tuple[str, ...] = setting((), "Path that the key may use, repeatable; every route if none.", env=None)
+    models: tuple[str, ...] = setting((), "Model that the key may use, repeatable; every model if none.", env=None)
+    group: str | None = _given("Group of the key: keys of one group share cached prefixes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserKeysSettings(FleetClientSettings):
+    """List the keys of a user."""
+
+    name: str
+    json: bool = _switch("Print JSON instead of text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserKeySettings(FleetClientSettings):
+    """Revoke a key, or give it another text."""
+
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportKeysSettings(FleetClientSettings):
+    """Take over the keys of a file as keys of a user; the file stays as it is."""
+
+    api_key_file: str | None = setting(None, f"File of keys: the one of {FLAG}.")
+    user: str | None = _given("User that the keys become those of.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageSettings(FleetClientSettings):
+    """Show what was used, by day, user, key and model."""
+
+    first: str | None = _given("First day of UTC, such as 2027-01-01; 30 days before the last when not given.")
+    last: str | None = _given("Last day of UTC; today when not given.")
+    user: str | None = _given("User; all that one may see when not given.")
+    json: bool = _switch("Print JSON instead of text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditSettings(FleetClientSettings):
+    """Show changes of state, newest first."""
+
+    actor: str | None = _given("Changes by this user.")
+    object: str | None = _given("Changes of this object, such as `user ann` or `model tiny`.")
+    limit: int = setting(100, "Maximum of rows.", env=None, bounds=AT_LEAST_ONE)
+    json: bool = _switch("Print JSON instead of text.")

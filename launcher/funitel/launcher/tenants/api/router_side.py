@@ -1,0 +1,36 @@
+"""Routes of the router: what it checks requests by, and what they have used."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from funitel.launcher.control_plane.api.requests import json_of
+from funitel.launcher.control_plane.api.router_side import stream_of
+from funitel.launcher.tenants.api.requests import tenants_of
+from funitel.launcher.tenants.usage_store import QuotaReservation, Settlement
+
+
+async def watch(request: Request) -> Response:
+    """Users and keys, one state a line, from the present one on."""
+    return stream_of(tenants_of(request).watch(), request.app.state.closing)
+
+
+async def charge(request: Request) -> Response:
+    """Settle requests and reserve for others; the answer says of each reservation whether it was refused."""
+    body: dict[str, Any] = await json_of(request)
+    refusals = await tenants_of(request).charge(
+        body["router"],
+        body["number"],
+        [QuotaReservation(**each) for each in body["reservations"]],
+        [Settlement(**each) for each in body["settlements"]],
+    )
+    answers = [None if each is None else {"limit": each.limit, "message": each.message} for each in refusals]
+    return JSONResponse({"refusals": answers})
+
+
+ROUTES = (
+    Route("/v1/fleet/tenants", watch, methods=["GET"]),
+    Route("/v1/fleet/charges", charge, methods=["POST"]),
+)

@@ -1,0 +1,27 @@
+"""Forward the routes of users to the control plane, where the server has users."""
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import NotFound
+from funitel.router.api.common.handler import models_of
+from funitel.router.api.fleet import handlers
+
+NO_USERS = "this server has no users: start it with --users"
+
+
+async def forward(http: HttpRequest) -> Response:
+    """Forward a request without a body; raises NotFound where there are no users."""
+    _check(http)
+    return await handlers.forward(http)
+
+
+async def forward_body(http: HttpRequest) -> Response:
+    """Forward a request with a body; raises NotFound where there are no users."""
+    _check(http)
+    return await handlers.forward_body(http)
+
+
+def _check(http: HttpRequest) -> None:
+    if not models_of(http).own.settings.users:
+        raise NotFound(NO_USERS)

@@ -1,0 +1,192 @@
+"""Charges that last: what requests reserve and what they have used is written by the control plane, in batches.
+
+One batch is under way at a time; what comes meanwhile makes the next one. A request with a limit by month runs once its
+reservation is on the disk. What others have used is kept here for a second, and sent again until it is taken.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+
+from funitel.proto.errors import FunitelError, NotReady, QuotaExceeded
+from funitel.router.fleet.control import ControlSocket
+
+logger = logging.getLogger(__name__)
+
+TARGET = "/v1/fleet/charges"
+USAGE_SECONDS = 1.0  # that usage is kept before it is sent
+RETRY_SECONDS = 0.5
+MAX_RESERVATIONS = 1024  # of one batch
+_ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payer:
+    """The user and the key that pay; the key 0 stands for sessions of the console."""
+
+    user: str
+    key: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """A reservation that is being sent, with what is told its answer."""
+
+    id: str
+    at: float
+    user: str
+    key: int
+    model: str
+    tokens: int
+    cost: float
+    answered: "asyncio.Future[None]" = field(compare=False)
+
+    def content(self) -> dict[str, object]:
+        """Its JSON object."""
+        names = ("id", "at", "user", "key", "model", "tokens", "cost")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What a request has used."""
+
+    id: str
+    at: float
+    user: str
+    key: int
+    model: str
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    cost: float
+
+
+class Charges:
+    """Sends charges to the control plane. Event loop only."""
+
+    def __init__(self, control: ControlSocket) -> None:
+        self._control = control
+        self._router = secrets.token_hex(_ID_BYTES)
+        self._number = 0
+        self._reserving: list[Reserved] = []
+        self._settled: list[Settled] = []
+        self._sending: tuple[Settled, ...] = ()  # those of the last batch, until they are taken
+        self._wake = asyncio.Event()
+
+    def new_id(self) -> str:
+        """An id for a request."""
+        return f"{self._router}-{secrets.token_hex(_ID_BYTES)}"
+
+    async def reserve(self, id: str, at: float, payer: Payer, model: str, tokens: int, cost: float) -> None:
+        """Reserve the most that a request may take; returns once it is on the disk.
+
+        Raises:
+            QuotaExceeded: not so much is left of a month.
+            NotReady: the control plane does not answer.
+        """
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reserving.append(
+            Reserved(
+                id=id,
+                at=at,
+                user=payer.user,
+                key=payer.key,
+                model=model,
+                tokens=tokens,
+                cost=cost,
+                answered=answered,
+            )
+        )
+        self._wake.set()
+        await answered
+
+    def settle(self, settled: Settled, *, is_reserved: bool) -> None:
+        """Send what a request has used: at once where it has a reservation, else within a second."""
+        self._settled.append(settled)
+        if is_reserved:
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Send batches until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(USAGE_SECONDS):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            while self._reserving or self._settled or self._sending:
+                if not await self._send():
+                    await asyncio.sleep(RETRY_SECONDS)
+
+    async def flush(self) -> None:
+        """Send what has been used, once; what the control plane does not take is lost, and logged."""
+        if (self._settled or self._sending) and not await self._send():
+            lost = len(self._settled) + len(self._sending)
+            logger.error("the usage of %d requests is lost: the control plane does not answer", lost)
+
+    async def _send(self) -> bool:
+        """Send one batch; False where the control plane has not taken what was used."""
+        taken, self._reserving = self._reserving[:MAX_RESERVATIONS], self._reserving[MAX_RESERVATIONS:]
+        taken = [each for each in taken if not each.answered.done()]  # a client that left waits no more
+        if not self._sending:
+            self._sending, self._settled = tuple(self._settled), []
+            self._number += 1  # what is sent again has the same number, so that it counts once
+        content = {
+            "router": self._router,
+            "number": self._number,
+            "reservations": [each.content() for each in taken],
+            "settlements": [asdict(each) for each in self._sending],
+        }
+        try:
+            answer = await self._control.tell(TARGET, content)
+            if answer.status != 200:
+                raise NotReady(answer.error)
+            refusals = json.loads(answer.content)["refusals"]
+        except FunitelError as error:
+            self._refuse(taken, NotReady(f"the limits of this API key cannot be checked: {error.message}"))
+            return not self._sending
+        self._sending = ()
+        for each, refusal in zip(taken, refusals, strict=True):
+            self._answer(each, refusal)
+        return True
+
+    def _answer(self, each: Reserved, refusal: dict[str, str] | None) -> None:
+        if each.answered.done():
+            if refusal is None:  # its client left meanwhile
+                self.settle(_unused(each), is_reserved=True)
+        elif refusal is None:
+            each.answered.set_result(None)
+        else:
+            each.answered.set_exception(QuotaExceeded(refusal["message"], refusal["limit"]))
+
+    def _refuse(self, taken: list[Reserved], error: FunitelError) -> None:
+        """Refuse reservations that may have been written: they are settled as unused."""
+        for each in taken:
+            if not each.answered.done():
+                each.answered.set_exception(error)
+            self._settled.append(_unused(each))
+
+
+def _unused(each: Reserved) -> Settled:
+    """Nothing was used of a reservation."""
+    return Settled(
+        id=each.id,
+        at=each.at,
+        user=each.user,
+        key=each.key,
+        model=each.model,
+        requests=0,
+        prompt_tokens=0,
+        completion_tokens=0,
+        cost=0.0,
+    )
+
+
+def now() -> float:
+    """Unix seconds."""
+    return time.time()

@@ -1,0 +1,207 @@
+"""The accounts of tenants: of their keys, and of the sessions of users. Event loop only."""
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+from funitel.proto.errors import Forbidden, NotReady, QuotaExceeded
+from funitel.proto.security.keys import Key
+from funitel.proto.security.roles import Role
+from funitel.proto.security.sessions import Session, SessionSigner
+from funitel.router.auth.accounts import Account, TokenCounts
+from funitel.router.auth.meter import Meter
+from funitel.router.telemetry.metrics import Metrics
+from funitel.router.tenants.charges import Charges, Payer, Settled
+from funitel.router.tenants.snapshot import KeyRecord, LimitsRecord, PriceRecord, TenantSnapshot, UserRecord
+
+SESSION_KEY = 0  # the id of what stands for the sessions of a user
+SESSION_NAME = "session"
+MILLION = 1_000_000
+
+
+class TenantUse:
+    """What the accounts of one key or of one user's sessions write by the control plane.
+
+    Attributes:
+        user: as the control plane has it.
+        meter: of all accounts of the user.
+        is_session: whether it is of sessions.
+    """
+
+    def __init__(self, user: UserRecord, meter: Meter, payer: Payer, directory: "TenantDirectory") -> None:
+        self.user = user
+        self.meter = meter
+        self.is_session = payer.key == SESSION_KEY
+        self.key_limits = LimitsRecord()
+        self._payer = payer
+        self._directory = directory
+
+    @property
+    def name(self) -> str:
+        """The name of the user."""
+        return self.user.name
+
+    @property
+    def role(self) -> Role:
+        """The role of the user."""
+        return self.user.role
+
+    @property
+    def limits(self) -> LimitsRecord:
+        """The limits of the user."""
+        return self.user.limits
+
+    @asynccontextmanager
+    async def paying(self, model: str, most: TokenCounts, used: Callable[[], TokenCounts]) -> AsyncIterator[None]:
+        """Write what a request reserves where a month is limited, and by its end what it has used.
+
+        Raises:
+            QuotaExceeded: it is not left of the month.
+            NotReady: the control plane does not answer.
+        """
+        charges, payer, at = self._directory.charges, self._payer, time.time()
+        price = self._directory.prices.get(model)
+        request_id = charges.new_id()
+        is_reserved = self.user.limits.is_monthly or self.key_limits.is_monthly
+        if is_reserved:
+            try:
+                await charges.reserve(request_id, at, payer, model, most.total, _cost(price, most))
+            except QuotaExceeded as error:
+                self._directory.count_refusal(self, error.limit)
+                raise
+        try:
+            yield
+        finally:
+            tokens = used()
+            settled = Settled(
+                id=request_id,
+                at=at,
+                user=payer.user,
+                key=payer.key,
+                model=model,
+                requests=1,
+                prompt_tokens=tokens.prompt,
+                completion_tokens=tokens.completion,
+                cost=_cost(price, tokens),
+            )
+            charges.settle(settled, is_reserved=is_reserved)
+
+
+class TenantDirectory:
+    """The accounts of all tenants, as the control plane last said.
+
+    Attributes:
+        charges: where their use is written.
+        prices: by the name of the model.
+    """
+
+    def __init__(self, metrics: Metrics, charges: Charges) -> None:
+        self.charges = charges
+        self.prices: Mapping[str, PriceRecord] = {}
+        self._is_known = False
+        self._metrics = metrics
+        self._meters: dict[str, Meter] = {}
+        self._keys: dict[int, Account] = {}
+        self._records: dict[bytes, KeyRecord] = {}
+        self._sessions: dict[str, Account] = {}
+        self._users: dict[str, UserRecord] = {}
+        self._ended: frozenset[str] = frozenset()
+        self._signer: SessionSigner | None = None
+        self._secret = ""
+
+    def take(self, snapshot: TenantSnapshot) -> None:
+        """Take note of what the control plane says; accounts that stay keep what they have used."""
+        if snapshot.secret != self._secret:
+            self._secret, self._signer = snapshot.secret, SessionSigner(snapshot.secret)
+        self.prices, self._ended = snapshot.prices_by_model(), snapshot.ended_sessions
+        self._users = {user.name: user for user in snapshot.users}
+        self._meters = {name: self._meters.get(name) or Meter("user") for name in self._users}
+        sessions = {name: self._session_account(user) for name, user in self._users.items()}
+        records = [record for record in snapshot.keys if record.user in self._users]
+        self._keys = {record.id: self._key_account(record) for record in records}
+        self._records = {bytes.fromhex(record.digest): record for record in records}
+        self._sessions = sessions
+        self._is_known = True
+
+    def _session_account(self, user: UserRecord) -> Account:
+        digest = hashlib.sha256(f"sessions of {user.name}".encode()).digest()
+        key = Key(name=f"{user.name}/{SESSION_NAME}", digest=digest)
+        return self._account(self._sessions.get(user.name), key, user, SESSION_KEY, LimitsRecord())
+
+    def _key_account(self, record: KeyRecord) -> Account:
+        limits = record.limits
+        key = Key(
+            name=f"{record.user}/{record.name}",
+            digest=bytes.fromhex(record.digest),
+            expires=None if record.expires is None else datetime.fromtimestamp(record.expires, UTC),
+            routes=record.routes,
+            models=record.models,
+            requests_per_minute=limits.requests_per_minute,
+            tokens_per_minute=limits.tokens_per_minute,
+            max_concurrent_requests=limits.max_concurrent_requests,
+            group=record.group,
+        )
+        return self._account(self._keys.get(record.id), key, self._users[record.user], record.id, limits)
+
+    def _account(self, known: Account | None, key: Key, user: UserRecord, number: int, limits: LimitsRecord) -> Account:
+        tenant = known.tenant if known is not None else None
+        if known is None or not isinstance(tenant, TenantUse):
+            tenant = TenantUse(user, self._meters[user.name], Payer(user=user.name, key=number), self)
+            known = Account(key, self._metrics, tenant)
+        tenant.user, tenant.key_limits, known.key = user, limits, key
+        return known
+
+    def check_known(self) -> None:
+        """Raise NotReady until the control plane has named the tenants."""
+        if not self._is_known:
+            raise NotReady("users and keys are not known yet: the control plane is starting")
+
+    def find(self, digest: bytes, now: float) -> Account | None:
+        """The account of a key that is valid.
+
+        Raises:
+            Forbidden: the key is banned.
+        """
+        record = self._records.get(digest)
+        if record is None:
+            return None
+        account = self._keys[record.id]
+        if not account.is_valid(now):
+            return None
+        if record.is_banned:
+            raise Forbidden("this API key is banned: ask an admin of this server")
+        return account
+
+    def session(self, cookie: str) -> tuple[Session, Account] | None:
+        """The session of a cookie and the account of its user, where both are valid."""
+        session = None if self._signer is None else self._signer.session(cookie)
+        if session is None or session.id in self._ended:
+            return None
+        user = self._users.get(session.user)
+        if user is None or user.generation != session.generation:
+            return None
+        return session, self._sessions[user.name]
+
+    def is_token_of(self, session: Session, token: str) -> bool:
+        """Whether a token is that which pages of a session send with changes."""
+        return self._signer is not None and self._signer.is_token_of(session, token)
+
+    def of_owner(self, owner: str, now: float) -> Account | None:
+        """The account of the valid key that things of an owner belong to (`Key.owner`)."""
+        accounts = (*self._keys.values(), *self._sessions.values())
+        return next((each for each in accounts if each.key.owner == owner and each.is_valid(now)), None)
+
+    def count_refusal(self, tenant: TenantUse, reason: str) -> None:
+        """Count a request that was refused by a limit of a month."""
+        for account in (*self._keys.values(), *self._sessions.values()):
+            if account.tenant is tenant:
+                self._metrics.count_key_refused(account.key.name, reason)
+
+
+def _cost(price: PriceRecord | None, tokens: TokenCounts) -> float:
+    """What tokens cost; nothing where the model has no price."""
+    if price is None:
+        return 0.0
+    return (tokens.prompt * price.prompt + tokens.completion * price.completion) / MILLION
