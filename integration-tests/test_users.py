@@ -5,8 +5,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -16,59 +15,13 @@ import pytest
 from funitel.proto.security.roles import Role
 from funitel.router.api.routes import OPERATIONS
 from funitel.router.auth.access import Access
-from funitel_testing.fleet import Fleet
 from funitel_testing.servers import PLAIN, wait_until
+from funitel_testing.tenants import CSRF, PASSWORD, Plane, users_fleet
 from funitel_testing.tiny import VOCAB_SIZE, save_tiny
 
 MODEL = "tiny"
-PASSWORD = "correct horse battery"
 SECONDS = 60.0
 NUM_STREAMS = 32
-CSRF = "x-funitel-csrf"
-
-
-class Plane:
-    """The control socket of a server, and the sessions of its users."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        self.url = fleet.url
-
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask by the control socket, as an admin."""
-        transport = httpx.HTTPTransport(uds=str(self.socket))
-        with httpx.Client(transport=transport, base_url="http://localhost", timeout=SECONDS) as client:
-            answer = client.request(method, path, json=body)
-        assert answer.status_code < 300, answer.text
-        return answer.json() if answer.content else None
-
-    @property
-    def socket(self) -> Path:
-        """The control socket."""
-        (line,) = [
-            line
-            for line in Path(f"/proc/{self.fleet.router_pid()}/cmdline").read_bytes().split(b"\0")
-            if b"control.sock" in line
-        ]
-        return Path(os.fsdecode(line))
-
-    def user(self, name: str, role: str = "user", **limits: Any) -> None:
-        """Add a user."""
-        self.ask("POST", "/v1/users", {"name": name, "role": role, "password": PASSWORD, "limits": limits})
-
-    def key(self, user: str, name: str = "k", **fields: Any) -> tuple[int, str]:
-        """Make a key; returns its id and its text."""
-        made = self.ask("POST", "/v1/keys", {"user": user, "name": name, **fields})
-        return made["id"], made["key"]
-
-    @contextmanager
-    def session(self, name: str) -> Iterator[httpx.Client]:
-        """A client that is logged in, as a browser is."""
-        with httpx.Client(base_url=self.url, verify=PLAIN, timeout=SECONDS) as client:
-            answer = client.post("/v1/auth/login", json={"name": name, "password": PASSWORD})
-            assert answer.status_code == 200, answer.text
-            client.headers[CSRF] = answer.json()["csrf_token"]
-            yield client
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +29,8 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
     """A server with users and a tiny model that never ends an answer by itself."""
     folder = tmp_path_factory.mktemp("users")
     model = save_tiny("llama", folder / "tiny", max_position_embeddings=4096, eos_token_id=VOCAB_SIZE)
-    with Fleet(folder, "--hostname", "127.0.0.1", "--users") as fleet:
-        plane = Plane(fleet)
-        plane.ask(
-            "POST", "/v1/models", {"model": str(model), "name": MODEL, "settings": {"max_batch_total_tokens": 32768}}
-        )
-        plane.user("root", "admin")
-        yield plane
-        assert "Traceback" not in fleet.log.read_text()
+    with users_fleet(folder, model, MODEL) as running:
+        yield running
 
 
 def completion(max_tokens: int = 4, prompt: str = "Hello", **fields: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class SessionSigner:
             return None
         try:
             content, began = self._serializer.loads(cookie, max_age=MAX_AGE_SECONDS, return_timestamp=True)
-        except (SignatureExpired, BadSignature):
+        except (SignatureExpired, BadSignature, UnicodeError):
             return None
         return Session(content["id"], content["user"], content["generation"], began.timestamp())
 
@@ -74,4 +74,4 @@ class SessionSigner:
 
     def is_token_of(self, session: Session, token: str) -> bool:
         """Whether a token is that of a session."""
-        return hmac.compare_digest(self.csrf_token(session).encode(), token.encode())
+        return hmac.compare_digest(self.csrf_token(session).encode(), token.encode(errors="replace"))

@@ -5,8 +5,8 @@ cookie, which a browser sends by itself; so a request that changes something mus
 """
 
 import time
-from http.cookies import CookieError, SimpleCookie
 
+from starlette.requests import cookie_parser
 from starlette.types import Scope
 
 from funitel.proto.errors import Forbidden, Unauthorized
@@ -83,11 +83,7 @@ def _of_session(scope: Scope, accounts: Accounts) -> Account | None:
 
 def _cookie(header: bytes, name: str) -> str:
     """The value of a cookie, or nothing."""
-    try:
-        found = SimpleCookie(header.decode("latin-1")).get(name)
-    except CookieError:
-        return ""
-    return "" if found is None else found.value
+    return cookie_parser(header.decode("latin-1")).get(name, "")
 
 
 def act_in_background(scope: Scope, account: Account | None) -> None:

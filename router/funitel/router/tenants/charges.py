@@ -5,11 +5,12 @@ reservation is on the disk. What others have used is kept here for a second, and
 """
 
 import asyncio
-import json
 import logging
 import secrets
 import time
 from dataclasses import asdict, dataclass, field
+
+from pydantic import BaseModel, ValidationError
 
 from funitel.proto.errors import FunitelError, NotReady, QuotaExceeded
 from funitel.router.fleet.control import ControlSocket
@@ -20,6 +21,7 @@ TARGET = "/v1/fleet/charges"
 USAGE_SECONDS = 1.0  # that usage is kept before it is sent
 RETRY_SECONDS = 0.5
 MAX_RESERVATIONS = 1024  # of one batch
+MAX_SETTLEMENTS = 16_384  # of one batch: 3 MB of the 16 MiB that the control plane takes
 _ID_BYTES = 12
 
 
@@ -65,6 +67,17 @@ class Settled:
     cost: float
 
 
+class _Refusal(BaseModel):
+    message: str
+    limit: str
+
+
+class _Answer(BaseModel):
+    """What the control plane says of the reservations of a batch, in their order."""
+
+    refusals: tuple[_Refusal | None, ...]
+
+
 class Charges:
     """Sends charges to the control plane. Event loop only."""
 
@@ -89,20 +102,24 @@ class Charges:
             NotReady: the control plane does not answer.
         """
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reserving.append(
-            Reserved(
-                id=id,
-                at=at,
-                user=payer.user,
-                key=payer.key,
-                model=model,
-                tokens=tokens,
-                cost=cost,
-                answered=answered,
-            )
+        reserved = Reserved(
+            id=id,
+            at=at,
+            user=payer.user,
+            key=payer.key,
+            model=model,
+            tokens=tokens,
+            cost=cost,
+            answered=answered,
         )
+        self._reserving.append(reserved)
         self._wake.set()
-        await answered
+        try:
+            await answered
+        except asyncio.CancelledError:
+            if not answered.cancelled() and answered.exception() is None:  # written, and its client leaves now
+                self.settle(_unused(reserved), is_reserved=True)
+            raise
 
     def settle(self, settled: Settled, *, is_reserved: bool) -> None:
         """Send what a request has used: at once where it has a reservation, else within a second."""
@@ -124,17 +141,19 @@ class Charges:
                     await asyncio.sleep(RETRY_SECONDS)
 
     async def flush(self) -> None:
-        """Send what has been used, once; what the control plane does not take is lost, and logged."""
-        if (self._settled or self._sending) and not await self._send():
-            lost = len(self._settled) + len(self._sending)
-            logger.error("the usage of %d requests is lost: the control plane does not answer", lost)
+        """Send what has been used; what the control plane does not take at once is lost, and logged."""
+        while self._settled or self._sending:
+            if not await self._send():
+                lost = len(self._settled) + len(self._sending)
+                logger.error("the usage of %d requests is lost: the control plane does not answer", lost)
+                return
 
     async def _send(self) -> bool:
         """Send one batch; False where the control plane has not taken what was used."""
         taken, self._reserving = self._reserving[:MAX_RESERVATIONS], self._reserving[MAX_RESERVATIONS:]
         taken = [each for each in taken if not each.answered.done()]  # a client that left waits no more
         if not self._sending:
-            self._sending, self._settled = tuple(self._settled), []
+            self._sending, self._settled = tuple(self._settled[:MAX_SETTLEMENTS]), self._settled[MAX_SETTLEMENTS:]
             self._number += 1  # what is sent again has the same number, so that it counts once
         content = {
             "router": self._router,
@@ -146,7 +165,10 @@ class Charges:
             answer = await self._control.tell(TARGET, content)
             if answer.status != 200:
                 raise NotReady(answer.error)
-            refusals = json.loads(answer.content)["refusals"]
+            refusals = _refusals(answer.content, len(taken))
+        except asyncio.CancelledError:
+            self._refuse(taken, NotReady("the server stops"))
+            raise
         except FunitelError as error:
             self._refuse(taken, NotReady(f"the limits of this API key cannot be checked: {error.message}"))
             return not self._sending
@@ -155,14 +177,14 @@ class Charges:
             self._answer(each, refusal)
         return True
 
-    def _answer(self, each: Reserved, refusal: dict[str, str] | None) -> None:
+    def _answer(self, each: Reserved, refusal: _Refusal | None) -> None:
         if each.answered.done():
             if refusal is None:  # its client left meanwhile
                 self.settle(_unused(each), is_reserved=True)
         elif refusal is None:
             each.answered.set_result(None)
         else:
-            each.answered.set_exception(QuotaExceeded(refusal["message"], refusal["limit"]))
+            each.answered.set_exception(QuotaExceeded(refusal.message, refusal.limit))
 
     def _refuse(self, taken: list[Reserved], error: FunitelError) -> None:
         """Refuse reservations that may have been written: they are settled as unused."""
@@ -170,6 +192,17 @@ class Charges:
             if not each.answered.done():
                 each.answered.set_exception(error)
             self._settled.append(_unused(each))
+
+
+def _refusals(content: bytes, count: int) -> tuple[_Refusal | None, ...]:
+    """What an answer says of `count` reservations; raises NotReady for what is no such answer."""
+    try:
+        refusals = _Answer.model_validate_json(content).refusals
+    except ValidationError:
+        raise NotReady("the control plane sent no answer to charges") from None
+    if len(refusals) != count:
+        raise NotReady(f"the control plane answered {len(refusals)} of {count} reservations")
+    return refusals
 
 
 def _unused(each: Reserved) -> Settled:

@@ -17,7 +17,7 @@ from funitel.router.tenants.charges import Charges, Payer, Settled
 from funitel.router.tenants.snapshot import KeyRecord, LimitsRecord, PriceRecord, TenantSnapshot, UserRecord
 
 SESSION_KEY = 0  # the id of what stands for the sessions of a user
-SESSION_NAME = "session"
+SESSION_NAME = "~session"  # no key can have this name
 MILLION = 1_000_000
 
 
@@ -112,16 +112,21 @@ class TenantDirectory:
         self._secret = ""
 
     def take(self, snapshot: TenantSnapshot) -> None:
-        """Take note of what the control plane says; accounts that stay keep what they have used."""
+        """Take note of what the control plane says; accounts that stay keep what they have used.
+
+        Raises:
+            ValueError: a digest is not hexadecimal; nothing has changed then.
+        """
+        users = {user.name: user for user in snapshot.users}
+        records = {bytes.fromhex(record.digest): record for record in snapshot.keys if record.user in users}
         if snapshot.secret != self._secret:
             self._secret, self._signer = snapshot.secret, SessionSigner(snapshot.secret)
         self.prices, self._ended = snapshot.prices_by_model(), snapshot.ended_sessions
-        self._users = {user.name: user for user in snapshot.users}
+        self._users = users
         self._meters = {name: self._meters.get(name) or Meter("user") for name in self._users}
         sessions = {name: self._session_account(user) for name, user in self._users.items()}
-        records = [record for record in snapshot.keys if record.user in self._users]
-        self._keys = {record.id: self._key_account(record) for record in records}
-        self._records = {bytes.fromhex(record.digest): record for record in records}
+        self._keys = {record.id: self._key_account(record) for record in records.values()}
+        self._records = records
         self._sessions = sessions
         self._is_known = True
 
@@ -135,13 +140,13 @@ class TenantDirectory:
         key = Key(
             name=f"{record.user}/{record.name}",
             digest=bytes.fromhex(record.digest),
-            expires=None if record.expires is None else datetime.fromtimestamp(record.expires, UTC),
+            expires=None if record.expires is None else _instant(record.expires),
             routes=record.routes,
             models=record.models,
             requests_per_minute=limits.requests_per_minute,
             tokens_per_minute=limits.tokens_per_minute,
             max_concurrent_requests=limits.max_concurrent_requests,
-            group=record.group,
+            group=record.group and f"{record.user}/{record.group}",  # no user joins a group of another
         )
         return self._account(self._keys.get(record.id), key, self._users[record.user], record.id, limits)
 
@@ -190,7 +195,9 @@ class TenantDirectory:
 
     def of_owner(self, owner: str, now: float) -> Account | None:
         """The account of the valid key that things of an owner belong to (`Key.owner`)."""
-        accounts = (*self._keys.values(), *self._sessions.values())
+        banned = {record.id for record in self._records.values() if record.is_banned}
+        keys = (account for number, account in self._keys.items() if number not in banned)
+        accounts = (*keys, *self._sessions.values())
         return next((each for each in accounts if each.key.owner == owner and each.is_valid(now)), None)
 
     def count_refusal(self, tenant: TenantUse, reason: str) -> None:
@@ -198,6 +205,14 @@ class TenantDirectory:
         for account in (*self._keys.values(), *self._sessions.values()):
             if account.tenant is tenant:
                 self._metrics.count_key_refused(account.key.name, reason)
+
+
+def _instant(seconds: float) -> datetime:
+    """An instant of Unix seconds; the last that Python has for those after it."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError):
+        return datetime.max.replace(tzinfo=UTC)
 
 
 def _cost(price: PriceRecord | None, tokens: TokenCounts) -> float:

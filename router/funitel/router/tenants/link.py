@@ -47,7 +47,7 @@ class TenantLink:
             except NotReady as error:
                 if not is_lost:
                     logger.warning("users and keys stay as they are: %s", error.message)
-            is_lost = True
+                is_lost = True
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def _take(self, line: bytes) -> None:
@@ -55,6 +55,8 @@ class TenantLink:
             self.directory.take(TenantSnapshot.model_validate_json(line))
         except ValidationError as error:
             logger.error("the control plane sent a line that is no state of tenants: %s", error.error_count())
+        except ValueError as error:
+            logger.error("the control plane sent a state of tenants that cannot be used: %s", error)
 
     async def close(self) -> None:
         """Send what was used last."""

@@ -18,6 +18,7 @@ from funitel.proto.security.roles import Role
 BY_SOCKET = "socket"
 MAX_MONTHLY = 10**15
 MAX_MONEY = 1e12
+MAX_INSTANT = 253_402_300_799.0  # Unix seconds: the end of the year 9999
 MAX_PATTERNS = 100
 NO_LIMITS = TenantLimits()
 _PER_MINUTE = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
@@ -135,6 +136,8 @@ def expiry_of(given: Fields) -> float | None:
     instant = number_of(value, given.path("expires"))
     if instant <= time.time():
         raise wrong(given.path("expires"), "must be in the future", value)
+    if instant > MAX_INSTANT:
+        raise wrong(given.path("expires"), "must be before the year 10000", value)
     return instant
 
 

@@ -28,6 +28,8 @@ export function Problem({ error }) {
 export function usePolled(load, interval) {
   const [state, setState] = useState({ value: null, error: null });
   const again = useRef(() => {});
+  const latest = useRef(load);
+  latest.current = load;
   useEffect(() => {
     let timer = null;
     let isOver = false;
@@ -35,7 +37,7 @@ export function usePolled(load, interval) {
       clearTimeout(timer);
       if (!document.hidden) {
         try {
-          const value = await load();
+          const value = await latest.current();
           if (!isOver) setState({ value, error: null });
         } catch (error) {
           if (!isOver) setState((before) => ({ ...before, error }));
