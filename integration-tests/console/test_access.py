@@ -147,9 +147,6 @@ def test_an_admin_adds_users_prices_and_reads_the_audit(open_as: OpenAs, plane: 
     dialog.get_by_label("Name", exact=True).fill("ivy")
     dialog.get_by_label("Role").select_option("operator")
     dialog.get_by_label("Password").fill(PASSWORD)
-    page.on(
-        "request", lambda each: print("SENT", each.method, each.url, each.post_data) if each.method == "POST" else None
-    )
     dialog.get_by_role("button", name="Add").click()
     users = page.get_by_role("region", name="Users")
     expect(users.get_by_role("row", name=re.compile("ivy"))).to_contain_text("operator")

@@ -82,7 +82,7 @@ function KeyForm({ known, users, onDone, onClose }) {
       ${!known &&
       users.length > 1 &&
       html`<label>User <select value=${user} onChange=${(e) => setUser(e.target.value)}>
-        <option value="">me</option>${users.map((each) => html`<option key=${each.name}>${each.name}</option>`)}</select></label>`}
+        <option value="">me</option>${users.map((each) => html`<option key=${each.name} value=${each.name}>${each.name}</option>`)}</select></label>`}
       <label>Routes <input value=${routes} placeholder="all" onInput=${(e) => setRoutes(e.target.value)} /></label>
       <label>Models <input value=${models} placeholder="all" onInput=${(e) => setModels(e.target.value)} /></label>
       <label>Expires <input type="date" value=${expires} onInput=${(e) => setExpires(e.target.value)} /></label>
@@ -177,7 +177,7 @@ function UserForm({ known, onDone, onClose }) {
   return html`<${Form} title=${known ? `Change ${known.name}` : "New user"} label=${known ? "Change" : "Add"} send=${send} onClose=${onClose}>
     <div class="fields">
       ${!known && html`<label>Name <input required value=${name} autocomplete="off" onInput=${(e) => setName(e.target.value)} /></label>`}
-      <label>Role <select value=${role} onChange=${(e) => setRole(e.target.value)}>${["user", "operator", "admin"].map((each) => html`<option key=${each}>${each}</option>`)}</select></label>
+      <label>Role <select value=${role} onChange=${(e) => setRole(e.target.value)}>${["user", "operator", "admin"].map((each) => html`<option key=${each} value=${each}>${each}</option>`)}</select></label>
       <label>Password <input type="password" autocomplete="new-password" minlength="10" value=${password} placeholder=${known ? "unchanged" : "none: keys only"} onInput=${(e) => setPassword(e.target.value)} /></label>
     </div>
     <${Limits} values=${limits} onChange=${setLimits} />
