@@ -244,7 +244,7 @@ def test_the_audit_names_actor_object_before_and_after(plane: Plane) -> None:
         root.patch(f"/v1/models/{MODEL}", json={"pinned": True})
         rows = root.get("/v1/audit?object=user hal").json()["audit"]
         models = root.get(f"/v1/audit?object=model {MODEL}&actor=root").json()["audit"]
-    assert [(row["actor"], row["via"]) for row in rows] == [("root", "root/session")] * 3
+    assert [(row["actor"], row["via"]) for row in rows] == [("root", "root/~session")] * 3
     deleted, changed, added = rows
     assert added["before"] is None
     assert added["after"]["role"] == "user"

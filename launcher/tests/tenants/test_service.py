@@ -54,6 +54,13 @@ async def test_a_login_needs_the_right_password(tenants: Tenants) -> None:
     ]
 
 
+async def test_a_session_of_a_deleted_user_is_none_of_a_new_one(tenants: Tenants) -> None:
+    _, cookie = await tenants.log_in("ann", PASSWORD, "")
+    await tenants.delete_user(SOCKET, "ann")
+    await tenants.add_user(SOCKET, User(name="ann", role=Role.ADMIN), PASSWORD)
+    assert tenants.user_of(tenants.signer.session(cookie)) is None
+
+
 async def test_sessions_end(tenants: Tenants) -> None:
     _, cookie = await tenants.log_in("ann", PASSWORD, "")
     _, other = await tenants.log_in("ann", PASSWORD, "")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from funitel.proto.errors import SettingsError
+from funitel.proto.errors import SettingsError, Unauthorized
 from funitel.proto.extras import check_extra
 from funitel.proto.security.roles import Role
 
@@ -23,7 +23,8 @@ class OidcSettings:
         client_id: of this server at the provider.
         client_secret: None for a public client.
         redirect_url: where the provider sends browsers back to; None: where the browser began.
-        role_claim: claim of the ID token with roles; users get the role `user` without it.
+        role_claim: claim of the ID token, or of the provider's answer about the user, with roles; without it new users
+            get the role `user`, and the provider changes none.
     """
 
     issuer: str
@@ -66,6 +67,11 @@ class LoginTry:
             redirect_url=redirect_url,
         )
 
+    def check_state(self, state: str) -> None:
+        """Raise Unauthorized where an answer of the provider belongs to another login."""
+        if not secrets.compare_digest(state.encode(), self.state.encode()):
+            raise Unauthorized("this answer of the provider belongs to no login that was begun here")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -74,7 +80,7 @@ class Identity:
     Attributes:
         subject: issuer and subject, unique for ever.
         name: that the person is known by at the provider.
-        role: by the claim of roles; None where there is no such claim, or none of our roles in it.
+        role: by the claim of roles, the least one where none of ours is in it; None where the provider gives no roles.
     """
 
     subject: str
@@ -90,7 +96,7 @@ class OidcProvider(Protocol):
     async def authorization_url(self, login: LoginTry) -> str:
         """Where the browser is sent; raises NotReady where the provider does not answer."""
 
-    async def identity(self, login: LoginTry, state: str, code: str) -> Identity:
+    async def identity(self, login: LoginTry, code: str) -> Identity:
         """The person that a code of the provider stands for; raises Unauthorized, or NotReady."""
 
 

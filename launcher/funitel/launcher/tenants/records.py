@@ -3,11 +3,14 @@
 Instants are Unix seconds. Money is in the unit of the prices, whatever currency that is.
 """
 
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from funitel.launcher.control_plane.records import JSONObject, Record
 from funitel.proto.security.roles import Role
+
+_MAX_FIRST_GENERATION = 2**30  # the column has 32 bits, and each logout of all sessions adds one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,10 @@ class TenantLimits(Record):
         return (self.requests_per_month, self.tokens_per_month, self.budget_per_month) != (None, None, None)
 
 
+def _first_generation() -> int:
+    return secrets.randbelow(_MAX_FIRST_GENERATION)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User(Record):
     """A user.
@@ -47,7 +54,8 @@ class User(Record):
         is_disabled: neither sessions nor keys of the user are valid.
         subject: issuer and subject of OpenID Connect, for a user that logs in there.
         password_hash: of argon2; None for one without a password; no part of the JSON.
-        generation: of sessions: those of an earlier one are not valid; no part of the JSON.
+        generation: of sessions: those of another one are not valid; no part of the JSON. The first is random,
+            so that a user that is added again takes over no session of the one that was deleted.
     """
 
     name: str
@@ -57,7 +65,7 @@ class User(Record):
     is_disabled: bool = False
     subject: str | None = None
     password_hash: str | None = None
-    generation: int = 0
+    generation: int = field(default_factory=_first_generation)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the user, without secrets."""

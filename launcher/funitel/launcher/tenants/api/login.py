@@ -15,6 +15,7 @@ from funitel.launcher.tenants.oidc import TRY_SECONDS, LoginTry, OidcProvider
 from funitel.launcher.tenants.records import User
 from funitel.launcher.tenants.service import Tenants
 from funitel.proto.errors import NotFound, Unauthorized
+from funitel.proto.printable import printable
 from funitel.proto.security.asker import CLIENT, ORIGIN
 from funitel.proto.security.sessions import COOKIE, MAX_AGE_SECONDS, SECURE_COOKIE, Session
 
@@ -23,6 +24,7 @@ _TRY_SALT = "funitel oidc login"
 CALLBACK = "/v1/auth/oidc/callback"
 CONSOLE = "/ui/"
 SECURE = "https://"
+MAX_ERROR_CHARACTERS = 200
 
 
 async def log_in(request: Request) -> Response:
@@ -78,10 +80,13 @@ async def come_back(request: Request) -> Response:
         kept = _tries(tenants).loads(request.cookies.get(TRY_COOKIE, ""), max_age=TRY_SECONDS)
     except BadSignature:
         raise Unauthorized("this browser has begun no login here, or too long ago") from None
-    query = request.query_params
+    login, query = LoginTry(**kept), request.query_params
+    login.check_state(query.get("state", ""))
     if "error" in query:
-        raise Unauthorized(f"the provider refuses the login: {query['error'][:200]}")
-    identity = await provider.identity(LoginTry(**kept), query.get("state", ""), query.get("code", ""))
+        raise Unauthorized(f"the provider refuses the login: {printable(query['error'][:MAX_ERROR_CHARACTERS])}")
+    if not query.get("code"):
+        raise Unauthorized("the provider's answer has no code")
+    identity = await provider.identity(login, query["code"])
     user = await tenants.user_of_identity(identity)
     cookie = await tenants.begin_session(user, request.headers.get(CLIENT, ""))
     response = _with_session(request, RedirectResponse(CONSOLE, 303, _NO_STORE), cookie)
