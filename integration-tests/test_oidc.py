@@ -23,6 +23,7 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import OctKey, RSAKey
 
+from funitel_testing import npm
 from funitel_testing.fleet import Fleet
 from funitel_testing.servers import PLAIN, free_port, wait_until
 
@@ -115,20 +116,10 @@ def check_refused(browser: httpx.Client, answer: httpx.Response, status: int, *w
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the provider, installed by npm; node comes from Debian where that is possible."""
-    programs = ("node", "npm")
-    if not all(map(shutil.which, programs)) and os.geteuid() == 0 and shutil.which("apt-get"):
+    if not all(map(shutil.which, ("node", "npm"))) and os.geteuid() == 0 and shutil.which("apt-get"):
         subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
         subprocess.run(["apt-get", "install", "-y", "-qq", "nodejs", "npm"], check=False, capture_output=True)
-    missing = [name for name in programs if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    folder = shutil.copytree(SCRIPTS, tmp_path_factory.mktemp("npm") / "oidc")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", "--loglevel=error"]
-    installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180)
-    if installed.returncode != 0 and ("ENOTFOUND" in installed.stderr or "EAI_AGAIN" in installed.stderr):
-        pytest.skip("npm cannot reach its registry")
-    assert installed.returncode == 0, installed.stderr
-    return folder
+    return npm.install(SCRIPTS, tmp_path_factory.mktemp("npm") / "oidc")
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """The npm packages of OpenAI, Anthropic and Hugging Face, as they are, run by node."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from funitel_testing import npm
 from funitel_testing.servers import Server
 
 SCRIPTS = Path(__file__).parent / "npm"
@@ -17,16 +17,7 @@ MODEL = "smollm2-135m-instruct"
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the scripts and the packages they use; npm's cache makes a second installation quick."""
-    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    folder = shutil.copytree(SCRIPTS, tmp_path_factory.mktemp("npm") / "clients")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", "--loglevel=error"]
-    installed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180)
-    if installed.returncode != 0 and ("ENOTFOUND" in installed.stderr or "EAI_AGAIN" in installed.stderr):
-        pytest.skip("npm cannot reach its registry")
-    assert installed.returncode == 0, installed.stderr
-    return folder
+    return npm.install(SCRIPTS, tmp_path_factory.mktemp("npm") / "clients")
 
 
 def run(packages: Path, script: str, *args: str) -> Any:

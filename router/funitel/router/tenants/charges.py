@@ -7,7 +7,6 @@ reservation is on the disk. What others have used is kept here for a second, and
 import asyncio
 import logging
 import secrets
-import time
 from dataclasses import asdict, dataclass, field
 
 from pydantic import BaseModel, ValidationError
@@ -218,8 +217,3 @@ def _unused(each: Reserved) -> Settled:
         completion_tokens=0,
         cost=0.0,
     )
-
-
-def now() -> float:
-    """Unix seconds."""
-    return time.time()

@@ -12,12 +12,13 @@ ENGINES, EXECUTORS = ("native", "transformers", "llama_cpp"), ("local", "worker"
 MODEL_TYPES = ("LLM", "embedding", "rerank")
 
 
-def _given(help: str, **more: Any) -> Any:
+def given(help: str, **more: Any) -> Any:
     """A flag without an environment variable; the server decides if it is not given."""
     return setting(None, help, env=None, **more)
 
 
-def _switch(help: str) -> Any:
+def switch(help: str) -> Any:
+    """A flag that turns something on, without an environment variable."""
     return setting(False, help, env=None)
 
 
@@ -25,8 +26,9 @@ def _type() -> Any:
     return setting("LLM", "Type of the model.", choices=MODEL_TYPES, env=None)
 
 
-def _json() -> Any:
-    return _switch("Print JSON instead of text.")
+def json_switch() -> Any:
+    """--json."""
+    return switch("Print JSON instead of text.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,9 @@ class FleetClientSettings:
         "server of FUNITEL_URL.",
         keeps_variable=True,
     )
-    tls_ca: str | None = _given("PEM file of authorities to trust for an https server; the system's when not given.")
-    tls_cert: str | None = _given("PEM file of a certificate to show to the server.")
-    tls_key: str | None = _given("PEM file of the key of --tls-cert.")
+    tls_ca: str | None = given("PEM file of authorities to trust for an https server; the system's when not given.")
+    tls_cert: str | None = given("PEM file of a certificate to show to the server.")
+    tls_key: str | None = given("PEM file of the key of --tls-cert.")
 
     def __post_init__(self) -> None:
         check_client_tls(self, self.url)
@@ -58,26 +60,26 @@ class LaunchSettings(FleetClientSettings):
     """Launch a model on a running server, and wait until it is ready."""
 
     model: str
-    name: str | None = _given("What clients call the model; its id when not given.")
-    replicas: int | None = _given("Copies of the model.", bounds=AT_LEAST_ONE)
-    num_shard: int | None = _given("Shards of each replica.", bounds=AT_LEAST_ONE)
-    quantize: str | None = _given("Quantisation of the weights.", choices=QUANTIZATIONS)
-    dtype: str | None = _given("Precision of weights and KV.", choices=DTYPES)
-    engine: str | None = _given("What computes the model.", choices=ENGINES)
-    executor: str | None = _given("Where replicas run.", choices=EXECUTORS)
-    worker: str | None = _given("Machine on which it runs, as `funitel workers` lists it.")
-    partition: str | None = _given("How the shards divide the model, as --partition of serve.")
-    layers: str | None = _given("Layers of each stage, as --layers of serve.")
-    ttl: float | None = _given("Seconds without a request after which it is unloaded.", bounds=POSITIVE)
-    pinned: bool = _switch("Never unload it to make room for another.")
-    request_limit: int | None = _given("Requests that may run at once; more get 429.", bounds=AT_LEAST_ONE)
-    priority: int | None = _given("Place in the order of launches when the server starts again, highest first.")
-    retries: int | None = _given("Further attempts of a launch that fails.", bounds=NOT_NEGATIVE)
+    name: str | None = given("What clients call the model; its id when not given.")
+    replicas: int | None = given("Copies of the model.", bounds=AT_LEAST_ONE)
+    num_shard: int | None = given("Shards of each replica.", bounds=AT_LEAST_ONE)
+    quantize: str | None = given("Quantisation of the weights.", choices=QUANTIZATIONS)
+    dtype: str | None = given("Precision of weights and KV.", choices=DTYPES)
+    engine: str | None = given("What computes the model.", choices=ENGINES)
+    executor: str | None = given("Where replicas run.", choices=EXECUTORS)
+    worker: str | None = given("Machine on which it runs, as `funitel workers` lists it.")
+    partition: str | None = given("How the shards divide the model, as --partition of serve.")
+    layers: str | None = given("Layers of each stage, as --layers of serve.")
+    ttl: float | None = given("Seconds without a request after which it is unloaded.", bounds=POSITIVE)
+    pinned: bool = switch("Never unload it to make room for another.")
+    request_limit: int | None = given("Requests that may run at once; more get 429.", bounds=AT_LEAST_ONE)
+    priority: int | None = given("Place in the order of launches when the server starts again, highest first.")
+    retries: int | None = given("Further attempts of a launch that fails.", bounds=NOT_NEGATIVE)
     set: tuple[str, ...] = setting(
         (), "Any other flag of serve, as NAME=VALUE such as max_batch_size=8, repeatable.", env=None
     )
     wait: bool = setting(True, "Wait until the model is ready, and show how far it is.", env=None)
-    json: bool = _json()
+    json: bool = json_switch()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,7 +105,7 @@ def flag_name(assignment: str) -> str:
 class ListSettings(FleetClientSettings):
     """List the models of a running server."""
 
-    json: bool = _json()
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +155,10 @@ class ReplicasSettings(FleetClientSettings):
     """List the replicas of a model, add some, or remove one."""
 
     name: str
-    add: int | None = _given("Number of replicas to add.", bounds=AT_LEAST_ONE)
-    remove: int | None = _given("Id of the replica to drain and stop.", bounds=NOT_NEGATIVE)
-    weight: float | None = _given("Weight of each replica that --add adds, beside 1.", bounds=POSITIVE)
-    json: bool = _json()
+    add: int | None = given("Number of replicas to add.", bounds=AT_LEAST_ONE)
+    remove: int | None = given("Id of the replica to drain and stop.", bounds=NOT_NEGATIVE)
+    weight: float | None = given("Weight of each replica that --add adds, beside 1.", bounds=POSITIVE)
+    json: bool = json_switch()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,14 +188,14 @@ class RegistrationsSettings(FleetClientSettings):
     """List the custom models of a type."""
 
     type: str = _type()
-    json: bool = _json()
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListCachedSettings(FleetClientSettings):
     """List the models on the disk of the server, or of this machine where none runs."""
 
-    json: bool = _json()
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +203,12 @@ class RemoveSettings(FleetClientSettings):
     """Delete a model from the disk of the server, or of this machine where none runs; never one in use."""
 
     name: str
-    check: bool = _switch("Show what would be deleted, and delete nothing.")
-    yes: bool = _switch("Delete without asking.")
+    check: bool = switch("Show what would be deleted, and delete nothing.")
+    yes: bool = switch("Delete without asking.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersSettings(FleetClientSettings):
     """List the machines of a server with their memory and replicas."""
 
-    json: bool = _json()
+    json: bool = json_switch()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from funitel.launcher.cli.fleet.settings import FleetClientSettings
+from funitel.launcher.cli.fleet.settings import FleetClientSettings, given, json_switch, switch
 from funitel.proto.security.keys import FLAG
 from funitel.proto.security.roles import Role
 from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE
@@ -15,32 +15,21 @@ LIMITS = (
 )
 
 
-def _given(help: str, **more: Any) -> Any:
-    """A flag without an environment variable."""
-    return setting(None, help, env=None, **more)
-
-
-def _switch(help: str) -> Any:
-    return setting(False, help, env=None)
-
-
 def _role() -> Any:
-    return _given("What the user may do.", choices=tuple(map(str, Role)))
+    return given("What the user may do.", choices=tuple(map(str, Role)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitSettings(FleetClientSettings):
     """Limits of a user or a key."""
 
-    requests_per_minute: int | None = _given("Maximum of requests in a minute.", bounds=AT_LEAST_ONE)
-    tokens_per_minute: int | None = _given(
-        "Maximum of tokens, prompt and completion, in a minute.", bounds=AT_LEAST_ONE
-    )
-    max_concurrent_requests: int | None = _given("Maximum of requests in flight.", bounds=AT_LEAST_ONE)
-    requests_per_month: int | None = _given("Maximum of requests in a month.", bounds=AT_LEAST_ONE)
-    tokens_per_month: int | None = _given("Maximum of tokens, prompt and completion, in a month.", bounds=AT_LEAST_ONE)
-    budget_per_month: float | None = _given("Maximum of the cost of tokens in a month.", bounds=NOT_NEGATIVE)
-    json: bool = _switch("Print JSON instead of text.")
+    requests_per_minute: int | None = given("Maximum of requests in a minute.", bounds=AT_LEAST_ONE)
+    tokens_per_minute: int | None = given("Maximum of tokens, prompt and completion, in a minute.", bounds=AT_LEAST_ONE)
+    max_concurrent_requests: int | None = given("Maximum of requests in flight.", bounds=AT_LEAST_ONE)
+    requests_per_month: int | None = given("Maximum of requests in a month.", bounds=AT_LEAST_ONE)
+    tokens_per_month: int | None = given("Maximum of tokens, prompt and completion, in a month.", bounds=AT_LEAST_ONE)
+    budget_per_month: float | None = given("Maximum of the cost of tokens in a month.", bounds=NOT_NEGATIVE)
+    json: bool = json_switch()
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -54,15 +43,15 @@ class NewUserSettings(LimitSettings):
 
     name: str
     role: str | None = _role()
-    password_stdin: bool = _switch("Read the password from stdin.")
-    no_password: bool = _switch("Add a user that has keys and cannot log in.")
+    password_stdin: bool = switch("Read the password from stdin.")
+    no_password: bool = switch("Add a user that has keys and cannot log in.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListUsersSettings(FleetClientSettings):
     """List users."""
 
-    json: bool = _switch("Print JSON instead of text.")
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +60,8 @@ class ChangeUserSettings(LimitSettings):
 
     name: str
     role: str | None = _role()
-    disable: bool = _switch("Refuse sessions and keys of the user.")
-    enable: bool = _switch("Accept them again.")
+    disable: bool = switch("Refuse sessions and keys of the user.")
+    enable: bool = switch("Accept them again.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +69,7 @@ class PasswordSettings(FleetClientSettings):
     """Set the password of a user, which ends all sessions."""
 
     name: str
-    password_stdin: bool = _switch("Read the password from stdin.")
+    password_stdin: bool = switch("Read the password from stdin.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +85,10 @@ class NewUserKeySettings(LimitSettings):
 
     name: str
     key_name: str = setting("default", "Name of the key in logs and metrics.", env=None)
-    expires: str | None = _given("Expiry: a date such as 2027-01-31, or a date and time of UTC.")
+    expires: str | None = given("Expiry: a date such as 2027-01-31, or a date and time of UTC.")
     routes: tuple[str, ...] = setting((), "Path that the key may use, repeatable; every route if none.", env=None)
     models: tuple[str, ...] = setting((), "Model that the key may use, repeatable; every model if none.", env=None)
-    group: str | None = _given("Group of the key: keys of one group share cached prefixes.")
+    group: str | None = given("Group of the key: keys of one group share cached prefixes.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +96,7 @@ class UserKeysSettings(FleetClientSettings):
     """List the keys of a user."""
 
     name: str
-    json: bool = _switch("Print JSON instead of text.")
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,24 +111,24 @@ class ImportKeysSettings(FleetClientSettings):
     """Take over the keys of a file as keys of a user; the file stays as it is."""
 
     api_key_file: str | None = setting(None, f"File of keys: the one of {FLAG}.")
-    user: str | None = _given("User that the keys become those of.")
+    user: str | None = given("User that the keys become those of.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsageSettings(FleetClientSettings):
     """Show what was used, by day, user, key and model."""
 
-    first: str | None = _given("First day of UTC, such as 2027-01-01; 30 days before the last when not given.")
-    last: str | None = _given("Last day of UTC; today when not given.")
-    user: str | None = _given("User; all that one may see when not given.")
-    json: bool = _switch("Print JSON instead of text.")
+    first: str | None = given("First day of UTC, such as 2027-01-01; 30 days before the last when not given.")
+    last: str | None = given("Last day of UTC; today when not given.")
+    user: str | None = given("User; all that one may see when not given.")
+    json: bool = json_switch()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditSettings(FleetClientSettings):
     """Show changes of state, newest first."""
 
-    actor: str | None = _given("Changes by this user.")
-    object: str | None = _given("Changes of this object, such as `user ann` or `model tiny`.")
+    actor: str | None = given("Changes by this user.")
+    object: str | None = given("Changes of this object, such as `user ann` or `model tiny`.")
     limit: int = setting(100, "Maximum of rows.", env=None, bounds=AT_LEAST_ONE)
-    json: bool = _switch("Print JSON instead of text.")
+    json: bool = json_switch()
