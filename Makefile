@@ -7,7 +7,7 @@ WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults --igno
 TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py live_replicas.py prefix_cache.py replicas.py scheduling.py throughput.py)
 # Those that call what changed between releases of a library, and one of each program.
 LOWEST_TESTS := proto/tests/test_wire.py proto/tests/grammar/test_compiler.py proto/tests/tracing launcher/tests/config/test_command_line.py \
-  router/tests/transport/test_connection.py router/tests/telemetry/test_collectors.py model_server/tests/convert/test_gguf.py integration-tests/test_versions.py \
+  router/tests/transport/test_connection.py router/tests/telemetry/test_collectors.py model_server/tests/convert/test_gguf.py integration-tests/test_versions.py integration-tests/test_oidc.py \
   model_server/tests/models/transformers_fallback/test_fallback.py::test_two_ranks_say_what_transformers_says
 LOWEST_VENV ?= .venv-lowest
 BROWSER_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
@@ -78,7 +78,7 @@ lock: setup ## write constraints.txt and constraints-lowest.txt again, with the 
 	PATH=$(BIN):$$PATH $(BIN)/python scripts/lock.py
 
 lowest: ## tests of what uses libraries, with the lowest release of each that pyproject.toml allows, in .venv-lowest
-	@PYTHON=$(PYTHON) scripts/install.sh --lowest --extras server,otlp $(LOWEST_VENV)
+	@PYTHON=$(PYTHON) scripts/install.sh --lowest --extras server,otlp,oidc $(LOWEST_VENV)
 	@$(LOWEST_VENV)/bin/python -c "import pytest" 2>/dev/null || $(LOWEST_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(LOWEST_TOOLS)
 	@PYTHONPATH=testing $(LOWEST_VENV)/bin/python -m pytest -m "not slow" $(LOWEST_TESTS) $(ARGS)
 

@@ -142,6 +142,8 @@ class OidcClient:
             rules.validate(claims)
         except (JoseError, ValueError) as error:
             raise Unauthorized(f"the ID token is not valid: {_words(error)}") from error
+        if not isinstance(claims["sub"], str):  # joserfc checks the types of claims since 1.8
+            raise Unauthorized("the ID token is not valid: the claim sub is no text")
         party, is_one_of_many = claims.get("azp"), isinstance(claims["aud"], list) and len(claims["aud"]) > 1
         if party != self.settings.client_id and (is_one_of_many or party is not None):
             raise Unauthorized("the ID token is for another client")
