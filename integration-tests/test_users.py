@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -171,6 +173,42 @@ async def test_what_is_reserved_when_the_router_is_killed_counts_as_used(plane: 
     assert ask(plane, key, max_tokens=100).status_code == 200
 
 
+@pytest.mark.parametrize("limits", [{"tokens_per_minute": 1000}, {"requests_per_minute": 10}])
+async def test_a_minute_goes_on_when_the_router_is_killed(plane: Plane, limits: dict[str, int]) -> None:
+    """Streams run when it is killed: what they have reserved is not given twice."""
+    user = f"minute-{next(iter(limits)).split('_', maxsplit=1)[0]}"
+    plane.user(user)
+    _, key = plane.key(user, limits=limits)
+    async with httpx.AsyncClient(base_url=plane.url, verify=PLAIN, timeout=SECONDS) as client:
+        for _ in range(4):
+            assert (await _stream(client, key, 50)) is not None
+        streams = [asyncio.create_task(_begun_stream(client, key, 300)) for _ in range(2)]
+        begun = await asyncio.gather(*streams)
+        router = plane.fleet.router_pid()
+        os.kill(router, signal.SIGKILL)
+        for answer, _ in begun:
+            await answer.aclose()
+    await asyncio.to_thread(wait_until, lambda: _is_up(plane, router), 30)
+    statuses = [ask(plane, key, max_tokens=20).status_code for _ in range(10)]
+    if "requests_per_minute" in limits:
+        assert statuses == [200] * 4 + [429] * 6
+    else:
+        assert statuses[:6] == [200] * 6
+        assert statuses[8:] == [429] * 2, "1,000 less 4 x 50 and 2 x 300 has no room for 9 x 20"
+
+
+async def _begun_stream(client: httpx.AsyncClient, key: str, max_tokens: int) -> tuple[httpx.Response, Any]:
+    """An answer of which the first piece has come, and its other pieces."""
+    body = completion(max_tokens, stream=True)
+    answer = await client.send(
+        client.build_request("POST", "/v1/completions", json=body, headers=bearer(key)), stream=True
+    )
+    assert answer.status_code == 200
+    pieces = answer.aiter_raw()
+    await anext(pieces)
+    return answer, pieces
+
+
 def _is_up(plane: Plane, router: int) -> bool:
     try:
         return plane.fleet.router_pid() != router and httpx.get(f"{plane.url}/health", verify=PLAIN).status_code == 200
@@ -259,3 +297,91 @@ def test_the_audit_names_actor_object_before_and_after(plane: Plane) -> None:
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):
             database.execute(statement)
     database.close()
+
+
+# kill -9 of the control plane -----------------------------------------------------------------------------------
+
+
+class _Load:
+    """Streams of one key, and users that an admin adds, until the key's quota is used up.
+
+    Attributes:
+        used: tokens of each stream that ran.
+        unready: refusals because the limits could not be checked.
+        made: users for which the answer said that they are there.
+    """
+
+    def __init__(self, plane: Plane, key: str) -> None:
+        self.used: list[int] = []
+        self.unready = 0
+        self.made: list[str] = []
+        self.may_end = False
+        self._plane = plane
+        self._key = key
+
+    async def stream(self, client: httpx.AsyncClient, max_tokens: int) -> None:
+        """Begin one stream after another until the quota refuses one, which it may once the control plane is back."""
+        while True:
+            body = completion(max_tokens, stream=True, stream_options={"include_usage": True})
+            async with client.stream("POST", "/v1/completions", json=body, headers=bearer(self._key)) as answer:
+                if answer.status_code == 503:
+                    self.unready += 1
+                elif answer.status_code == 429 and self.may_end:
+                    return
+                elif answer.status_code == 200:
+                    async for line in answer.aiter_lines():
+                        if '"usage":{' in line:
+                            self.used.append(int(line.split('"total_tokens":')[1].split(",")[0].rstrip("}")))
+                else:
+                    assert answer.status_code == 429, answer.status_code
+            await asyncio.sleep(0.05)
+
+    def add_user(self, root: httpx.Client) -> None:
+        """Add a user, which fails while there is no control plane."""
+        name = f"u{time.monotonic_ns()}"
+        answer = root.post("/v1/users", json={"name": name})
+        if answer.status_code == 503:
+            time.sleep(0.02)
+        else:
+            assert answer.status_code < 300, answer.text
+            self.made.append(name)
+
+
+async def test_quotas_and_audit_hold_when_the_control_plane_is_killed_under_load(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "tiny", max_position_embeddings=4096, eos_token_id=VOCAB_SIZE)
+    most, size = 20_000, 40
+    with users_fleet(tmp_path, model, MODEL) as plane:
+        plane.user("ann")
+        _, key = plane.key("ann", limits={"tokens_per_month": most})
+        load = _Load(plane, key)
+        limits = httpx.Limits(max_connections=NUM_STREAMS)
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=plane.url, verify=PLAIN, timeout=SECONDS, limits=limits)
+            )
+            root = stack.enter_context(plane.session("root"))
+            streams = [asyncio.create_task(load.stream(client, size)) for _ in range(NUM_STREAMS)]
+            for _ in range(2):
+                for _ in range(5):
+                    await asyncio.to_thread(load.add_user, root)
+                adding = asyncio.create_task(asyncio.to_thread(load.add_user, root))
+                plane.fleet.kill_control_plane()
+                await adding
+                await asyncio.sleep(0.3)
+                plane.fleet.start_control_plane()
+                known = len(load.made)
+                async with asyncio.timeout(SECONDS):
+                    while len(load.made) == known:
+                        await asyncio.to_thread(load.add_user, root)
+            load.may_end = True
+            await asyncio.gather(*streams)
+        assert load.unready > 0, "no request came while its limits could not be checked"
+        await asyncio.to_thread(_until, lambda: _total(plane, "ann") == sum(load.used))
+        assert most - max(load.used) < sum(load.used) <= most, "it is used up, and not more than that"
+        rows = plane.ask("GET", "/v1/audit?actor=root&limit=1000")["audit"]
+        added = {row["object"].removeprefix("user "): row for row in rows if row["object"].startswith("user u")}
+        users = {user["name"] for user in plane.ask("GET", "/v1/users")["users"]}
+        assert len(load.made) >= 12
+        assert {*load.made} <= {*added}
+        assert {name for name in users if name.startswith("u")} == {*added}, "what is there is in the audit"
+        assert all((row["before"], row["after"]["name"]) == (None, name) for name, row in added.items())

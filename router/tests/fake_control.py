@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fake_unix_server import FakeUnixServer, chunk_of, head_of, question
 from fakes import FakeEngine, eventually, write_model
 
 from funitel.proto.errors import StartupError
@@ -33,10 +34,9 @@ class Asked:
 
 
 @dataclass
-class FakeControl:
+class FakeControl(FakeUnixServer):
     """Models by name, as entries of a snapshot; `push` says them to the router."""
 
-    path: Path
     folder: Path
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     default: str | None = None
@@ -46,9 +46,7 @@ class FakeControl:
     slow: set[str] = field(default_factory=set)  # targets that are never answered
     on_load: Callable[[str], None] = lambda name: None
     num_watchers: int = 0
-    _server: asyncio.Server | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     # What a test does -----------------------------------------------------------------------------------------------
 
@@ -100,32 +98,9 @@ class FakeControl:
 
     # The server -----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
-
-    async def stop(self) -> None:
-        """End all connections, as a process that is killed does."""
-        assert self._server is not None
-        self._server.close()
-        for writer in tuple(self._writers):
-            writer.transport.abort()
-        self.path.unlink(missing_ok=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            await self._answer(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        method, target, _ = head.split("\r\n")[0].split(" ")
-        [length] = [int(line.partition(":")[2]) for line in head.lower().split("\r\n") if "content-length" in line]
-        asked = Asked(method, target, await reader.readexactly(length))
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = Asked(*await question(reader))
+        method, target = asked.method, asked.target
         path = target.partition("?")[0]
         if path == "/v1/fleet/watch":
             await self._watch(reader, writer)
@@ -139,19 +114,18 @@ class FakeControl:
             status = 202
             self.on_load(asked.content["name" if "name" in asked.content else "model"])
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        words = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        writer.write(words.encode() + content)
+        writer.write(head_of(status, len(content)) + content)
         await writer.drain()
 
     async def _watch(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_watchers += 1
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(head_of(200))
         gone = asyncio.ensure_future(reader.read())
         try:
             while not gone.done():
                 line = json.dumps({"default": self.default, "wait": self.wait, "models": list(self.models.values())})
                 for piece in (line.encode() + b"\n", b"\n"):
-                    writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                    writer.write(chunk_of(piece))
                 await writer.drain()
                 waiting = asyncio.ensure_future(self._changed.wait())
                 await asyncio.wait([gone, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -206,7 +180,7 @@ async def fake_fleet(
     """A router without a model of its own; `models` are ready."""
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    control = FakeControl(tmp_path / "control.sock", write_model(folder))
+    control = FakeControl(write_model(folder), path=tmp_path / "control.sock")
     for name in models:
         control.add(name, replicas=1)
     prepare(control)

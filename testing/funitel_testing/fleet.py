@@ -18,11 +18,12 @@ STOP_SECONDS = 60.0
 class Fleet(Server):
     """`funitel up` in a folder; everything it started is gone when the `with` ends.
 
-    `state` is its folder of state; another `Fleet` with the same one and the same port takes over what still runs.
+    Attributes:
+        state: the folder of its state.
     """
 
-    def __init__(self, folder: Path, *flags: str, state: Path | None = None, port: int | None = None) -> None:
-        self.state = state or folder / "state"
+    def __init__(self, folder: Path, *flags: str, port: int | None = None) -> None:
+        self.state = folder / "state"
         super().__init__(folder, *flags, "--state-dir", str(self.state), command=("up",), port=port)
 
     def __enter__(self) -> Self:
@@ -43,6 +44,10 @@ class Fleet(Server):
         """Kill -9 of the control plane alone: its router and its shards go on."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def start_control_plane(self) -> None:
+        """Start a control plane with the same command, which takes over what still runs."""
+        self.process = self._started()
 
     def launch(self, model: str, *, wait_ready: bool = True, **fields: Any) -> dict[str, Any]:
         """Launch a model; fails where the server refuses."""

@@ -220,10 +220,15 @@ class Server:
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
         flags = args if given else ("--port", str(self.port), *args)
-        argv = [python, "-m", program, *command, *flags]
-        environment = {**os.environ, **(environ or {}), MARK: self.mark}
-        with self.log.open("wb") as log, self.out.open("wb") as out:
-            self.process = subprocess.Popen(argv, stdout=out, stderr=log, env=environment, start_new_session=True)
+        self._argv = [python, "-m", program, *command, *flags]
+        self._environment = {**os.environ, **(environ or {}), MARK: self.mark}
+        self.log.unlink(missing_ok=True)
+        self.out.unlink(missing_ok=True)
+        self.process = self._started()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        with self.log.open("ab") as log, self.out.open("ab") as out:
+            return subprocess.Popen(self._argv, stdout=out, stderr=log, env=self._environment, start_new_session=True)
 
     def wait_ready(self) -> "Server":
         """Wait until /health is 200; fail with the log if the launcher ends or time runs out."""

@@ -131,7 +131,7 @@ async def test_a_person_of_a_provider_becomes_a_user(tenants: Tenants) -> None:
 
 
 async def test_the_router_hears_of_each_change(tenants: Tenants) -> None:
-    states = tenants.watch()
+    states = tenants.broadcast.watch()
     assert [user["name"] for user in (await anext(states))["users"]] == ["ann", "root"]
     await tenants.add_key(ANN, TenantKey(name="k", user="ann"))
     state = await anext(states)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from funitel.launcher.control_plane.store import StateStore
-from funitel.launcher.tenants.records import TenantLimits
-from funitel.launcher.tenants.usage_store import QuotaRefusal, QuotaReservation, Settlement, charge, usage
+from funitel.launcher.tenants.usage_store import QuotaRefusal, charge, usage
+from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 
 JANUARY = datetime(2027, 1, 31, 23, 59, 59, tzinfo=UTC).timestamp()
 FEBRUARY = JANUARY + 2

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from funitel.proto.errors import RateLimited
 from funitel.proto.security.keys import Key, digest_of, line_of
+from funitel.proto.security.quota import TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.router.auth.access import Access
 from funitel.router.auth.accounts import Account
 from funitel.router.auth.meter import LimitReached, Meter
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.tenants.snapshot import LimitsRecord
 
 NOW = 1000.0
 
 
-def limits(requests: int | None = None, tokens: int | None = None, concurrent: int | None = None) -> LimitsRecord:
-    return LimitsRecord(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrent_requests=concurrent)
+def limits(requests: int | None = None, tokens: int | None = None, concurrent: int | None = None) -> TenantLimits:
+    return TenantLimits(requests_per_minute=requests, tokens_per_minute=tokens, max_concurrent_requests=concurrent)
 
 
-def ask(meter: Meter, bounds: LimitsRecord, now: float) -> bool:
+def ask(meter: Meter, bounds: TenantLimits, now: float) -> bool:
     """Count a request if it may begin."""
     try:
         meter.check_requests(bounds, now)
@@ -37,7 +37,7 @@ def ask(meter: Meter, bounds: LimitsRecord, now: float) -> bool:
     return True
 
 
-def reserve(meter: Meter, bounds: LimitsRecord, tokens: int, now: float) -> bool:
+def reserve(meter: Meter, bounds: TenantLimits, tokens: int, now: float) -> bool:
     """Reserve tokens if there are so many left."""
     try:
         meter.check_tokens(bounds, tokens, now)
@@ -47,7 +47,7 @@ def reserve(meter: Meter, bounds: LimitsRecord, tokens: int, now: float) -> bool
     return True
 
 
-def refusal(meter: Meter, bounds: LimitsRecord, now: float, tokens: int | None = None) -> LimitReached:
+def refusal(meter: Meter, bounds: TenantLimits, now: float, tokens: int | None = None) -> LimitReached:
     """Why a request may not begin, or with `tokens` why it may not reserve them."""
     check = partial(meter.check_requests, bounds) if tokens is None else partial(meter.check_tokens, bounds, tokens)
     with pytest.raises(LimitReached) as caught:
@@ -314,7 +314,7 @@ def test_a_request_counts_as_long_as_it_runs_however_it_ends() -> None:
 class FakeTenant:
     """A user of several accounts."""
 
-    limits: LimitsRecord
+    limits: TenantLimits
     meter: Meter = field(default_factory=lambda: Meter("user"))
     is_session: bool = False
     name: str = "ann"
@@ -323,8 +323,14 @@ class FakeTenant:
     def paying(self, *_: object) -> object:
         raise NotImplementedError
 
+    def count_request(self) -> None: ...
 
-def accounts(of_key: LimitsRecord, of_user: LimitsRecord, count: int) -> list[Account]:
+    def reserve(self, num_tokens: int) -> None: ...
+
+    def settle(self, num_reserved: int, num_used: int) -> None: ...
+
+
+def accounts(of_key: TenantLimits, of_user: TenantLimits, count: int) -> list[Account]:
     tenant, metrics = FakeTenant(of_user), Metrics()
     fields = {name: getattr(of_key, name) for name in ("requests_per_minute", "tokens_per_minute")}
     fields["max_concurrent_requests"] = of_key.max_concurrent_requests
@@ -486,7 +492,7 @@ def test_a_meter_answers_as_a_list_of_all_that_was_used(
                 oracle.tokens.append((now, first))
 
 
-def _check_wait(meter: Meter, bounds: LimitsRecord, oracle: Oracle, most: int, most_tokens: int, now: float) -> None:
+def _check_wait(meter: Meter, bounds: TenantLimits, oracle: Oracle, most: int, most_tokens: int, now: float) -> None:
     """The wait is the shortest after which the same request may begin, if those that run take no more tokens."""
     error = refusal(meter, bounds, now)
     assert error.wait_seconds is not None

@@ -8,39 +8,23 @@ from typing import Any
 
 import httpx
 import pytest
+import tenant_states
 from fake_control import FakeControl, fake_fleet
 from fakes import eventually
+from tenant_states import SECRET, key, user
 
-from funitel.proto.security.keys import digest_of
 from funitel.proto.security.sessions import COOKIE, CSRF_HEADER, SECURE_COOKIE, Session, SessionSigner
 from funitel.router.api.routes import OPERATIONS
 from funitel.router.auth.access import Access
 
-SECRET = "a secret"
 SIGNER = SessionSigner(SECRET)
 COMPLETION = {"model": "alpha", "prompt": "Hi", "max_tokens": 4}
 KEY = {"authorization": "Bearer sesame"}
 
 
-def user(name: str, role: str = "user", **fields: Any) -> dict[str, Any]:
-    return {"name": name, "role": role, "limits": {}, "generation": 0} | fields
-
-
 def state(**fields: Any) -> dict[str, Any]:
-    key = {
-        "id": 1,
-        "name": "laptop",
-        "user": "ann",
-        "digest": digest_of(b"sesame").hex(),
-        "routes": [],
-        "models": [],
-        "limits": {},
-        "group": None,
-        "expires": None,
-        "is_banned": False,
-    }
-    users = [user("ann"), user("ops", "operator"), user("root", "admin")]
-    return {"secret": SECRET, "users": users, "keys": [key], "prices": [], "ended_sessions": []} | fields
+    users = [user("ann"), user("ops", role="operator"), user("root", role="admin")]
+    return tenant_states.state(key(name="laptop"), **({"users": users} | fields))
 
 
 class Served:
@@ -283,6 +267,7 @@ async def test_every_route_that_changes_something_needs_the_token(tmp_path: Path
         "/v1/fleet/activity",
         "/v1/fleet/charges",
         "/v1/fleet/released",
+        "/v1/fleet/tenants/taken",
     }
 
 

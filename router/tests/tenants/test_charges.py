@@ -12,11 +12,11 @@ import pytest
 from fakes import eventually
 
 from funitel.proto.errors import NotReady, QuotaExceeded
+from funitel.proto.security.quota import QuotaReservation, Settlement
 from funitel.router.fleet.control import ControlAnswer, ControlSocket
 from funitel.router.tenants import charges as module
-from funitel.router.tenants.charges import MAX_RESERVATIONS, TARGET, Charges, Payer, Settled
+from funitel.router.tenants.charges import MAX_RESERVATIONS, TARGET, Charges
 
-ANN = Payer(user="ann", key=1)
 MAX_BODY_BYTES = 1 << 24  # that the control plane takes: launcher/funitel/launcher/control_plane/api/requests.py
 PATIENCE_SECONDS = 5.0
 
@@ -125,8 +125,8 @@ async def running(charges: Charges) -> AsyncIterator["asyncio.Task[None]"]:
             await task
 
 
-def settled(id: str, *, prompt: int = 3, completion: int = 4) -> Settled:
-    return Settled(
+def settled(id: str, *, prompt: int = 3, completion: int = 4) -> Settlement:
+    return Settlement(
         id=id,
         at=1.5,
         user="ann",
@@ -140,7 +140,7 @@ def settled(id: str, *, prompt: int = 3, completion: int = 4) -> Settled:
 
 
 async def reserve(charges: Charges, id: str, tokens: int = 10) -> None:
-    await charges.reserve(id, 1.5, ANN, "m", tokens, 0.5)
+    await charges.reserve(QuotaReservation(id=id, at=1.5, user="ann", key=1, model="m", tokens=tokens, cost=0.5))
 
 
 async def until(holds: Callable[[], object], what: str) -> None:

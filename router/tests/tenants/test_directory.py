@@ -3,22 +3,26 @@
 import json
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import tenant_states
+from tenant_states import SECRET, user
 
 from funitel.proto.errors import Forbidden, NotReady, QuotaExceeded, RateLimited
 from funitel.proto.security.keys import digest_of
+from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import SessionSigner
 from funitel.router.auth.access import Access
 from funitel.router.auth.accounts import Account, Accounts, TokenCounts, charged
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.tenants.charges import Charges, Payer, Settled
+from funitel.router.tenants.charges import Charges
 from funitel.router.tenants.directory import TenantDirectory, TenantUse
-from funitel.router.tenants.snapshot import LimitsRecord, TenantSnapshot
+from funitel.router.tenants.minute_log import MinuteLog
+from funitel.router.tenants.snapshot import TenantSnapshot
 
-SECRET = "a secret"
 NOW = 1000.0  # of the monotonic clock
 WALL = 1_800_000_000.0
 
@@ -27,8 +31,8 @@ class FakeCharges:
     """Notes what is reserved and settled; raises `error` instead of a reservation."""
 
     def __init__(self) -> None:
-        self.reserved: list[tuple[str, float, Payer, str, int, float]] = []
-        self.settled: list[tuple[Settled, bool]] = []
+        self.reserved: list[QuotaReservation] = []
+        self.settled: list[tuple[Settlement, bool]] = []
         self.error: Exception | None = None
         self._number = 0
 
@@ -36,44 +40,21 @@ class FakeCharges:
         self._number += 1
         return f"id-{self._number}"
 
-    async def reserve(self, id: str, at: float, payer: Payer, model: str, tokens: int, cost: float) -> None:
+    async def reserve(self, reservation: QuotaReservation) -> None:
         if self.error is not None:
             raise self.error
-        self.reserved.append((id, at, payer, model, tokens, cost))
+        self.reserved.append(reservation)
 
-    def settle(self, settled: Settled, *, is_reserved: bool) -> None:
+    def settle(self, settled: Settlement, *, is_reserved: bool) -> None:
         self.settled.append((settled, is_reserved))
 
 
-def user(name: str = "ann", **fields: Any) -> dict[str, Any]:
-    return {"name": name, "role": "user", "limits": {}, "generation": 0} | fields
-
-
 def key(number: int = 1, text: str = "sesame", **fields: Any) -> dict[str, Any]:
-    """A key as the control plane says it; its digest is that of `text`."""
-    return {
-        "id": number,
-        "name": "laptop",
-        "user": "ann",
-        "digest": digest_of(text.encode()).hex(),
-        "routes": [],
-        "models": [],
-        "limits": {},
-        "group": None,
-        "expires": None,
-        "is_banned": False,
-    } | fields
+    return tenant_states.key(number, text, **({"name": "laptop"} | fields))
 
 
-def state(*keys: dict[str, Any], users: list[dict[str, Any]] | None = None, **fields: Any) -> TenantSnapshot:
-    content = {
-        "secret": SECRET,
-        "users": [user()] if users is None else users,
-        "keys": list(keys),
-        "prices": [],
-        "ended_sessions": [],
-    } | fields
-    return TenantSnapshot.model_validate_json(json.dumps(content))
+def state(*keys: dict[str, Any], **fields: Any) -> TenantSnapshot:
+    return TenantSnapshot.model_validate_json(json.dumps(tenant_states.state(*keys, **fields)))
 
 
 @pytest.fixture
@@ -87,8 +68,8 @@ def charges() -> FakeCharges:
 
 
 @pytest.fixture
-def directory(metrics: Metrics, charges: FakeCharges) -> TenantDirectory:
-    return TenantDirectory(metrics, cast(Charges, charges))
+def directory(metrics: Metrics, charges: FakeCharges, tmp_path: Path) -> TenantDirectory:
+    return TenantDirectory(metrics, cast(Charges, charges), MinuteLog(tmp_path / "minutes"))
 
 
 def find(directory: TenantDirectory, text: str = "sesame", now: float = WALL) -> Account | None:
@@ -260,6 +241,47 @@ def test_the_group_of_a_key_is_the_owner_of_its_cached_prefixes(directory: Tenan
     owners = [found(directory, text).key.cache_owner for text in ("sesame", "b", "c", "d")]
     assert owners[0] == owners[1]
     assert len(set(owners)) == 3
+
+
+def test_users_share_no_cached_prefixes_by_the_name_of_a_group(directory: TenantDirectory) -> None:
+    """A user chooses the name freely, so one must not read the cache of another by it."""
+    directory.take(state(key(1, group="g"), key(2, "b", user="bea", group="g"), users=[user("ann"), user("bea")]))
+    assert found(directory).key.cache_owner != found(directory, "b").key.cache_owner
+
+
+def test_the_minute_goes_on_through_the_next_router(metrics: Metrics, charges: FakeCharges, tmp_path: Path) -> None:
+    """Of two keys and a session: requests, tokens that were used, and those of a request whose end is not known."""
+
+    def next_router() -> TenantDirectory:
+        directory = TenantDirectory(Metrics(), cast(Charges, charges), MinuteLog(tmp_path / "minutes"))
+        limits = {"requests_per_minute": 2, "tokens_per_minute": 100}
+        directory.take(state(key(1, limits=limits), key(2, "b"), users=[user(limits={"tokens_per_minute": 150})]))
+        return directory
+
+    first, now = next_router(), time.monotonic()
+    one, two = found(first), found(first, "b")
+    for account in (one, two, session_account(first)):
+        enter(account, now)
+    one.reserve(60, now)
+    one.settle(60, 10, 20, now)
+    one.reserve(50, now)  # has no end
+    two.reserve(40, now)
+    two.settle(40, 20, 20, now)
+    for directory in (next_router(), next_router(), first):  # what the second one has counted again counts once
+        now = time.monotonic()
+        one, two = found(directory), found(directory, "b")
+        one.reserve(20, now)
+        one.settle(20, 0, 0, now)
+        with pytest.raises(RateLimited, match="this API key"):
+            one.reserve(21, now)
+        two.reserve(30, now)
+        two.settle(30, 0, 0, now)
+        with pytest.raises(RateLimited, match="this user"):
+            two.reserve(31, now)
+    last = next_router()
+    enter(found(last), now)
+    with pytest.raises(RateLimited, match="2 requests a minute"):
+        enter(found(last), now)
 
 
 def test_things_of_an_owner_are_those_of_the_valid_key_of_that_name(directory: TenantDirectory) -> None:
@@ -576,19 +598,19 @@ async def test_a_limit_of_a_month_of_key_or_user_reserves_the_most_and_settles_w
     users = [user(limits=limits if is_of_user else {})]
     directory.take(state(key(5, limits={} if is_of_user else limits), prices=PRICES, users=users))
     await pay(found(directory), TokenCounts(100, 1000), TokenCounts(100, 30))
-    [(id, at, payer, model, tokens, cost)] = charges.reserved
-    assert (payer, model, tokens) == (Payer(user="ann", key=5), "m", 1100)
-    assert cost == pytest.approx((100 * 2.0 + 1000 * 10.0) / 10**6)
+    [reserved] = charges.reserved
+    assert (reserved.user, reserved.key, reserved.model, reserved.tokens) == ("ann", 5, "m", 1100)
+    assert reserved.cost == pytest.approx((100 * 2.0 + 1000 * 10.0) / 10**6)
     [(settled, is_reserved)] = charges.settled
     assert is_reserved
-    assert (settled.id, settled.at) == (id, at)
+    assert (settled.id, settled.at) == (reserved.id, reserved.at)
     assert (settled.prompt_tokens, settled.completion_tokens) == (100, 30)
 
 
 async def test_sessions_pay_as_the_key_zero_of_their_user(directory: TenantDirectory, charges: FakeCharges) -> None:
     directory.take(state(users=[user(limits={"requests_per_month": 9})]))
     await pay(session_account(directory), TokenCounts(1, 1), TokenCounts(1, 0))
-    assert charges.reserved[0][2] == Payer(user="ann", key=0)
+    assert (charges.reserved[0].user, charges.reserved[0].key) == ("ann", 0)
     assert (charges.settled[0][0].user, charges.settled[0][0].key) == ("ann", 0)
 
 
@@ -650,8 +672,8 @@ async def test_a_limit_of_a_month_that_comes_while_a_request_runs_does_not_chang
 
 @pytest.mark.parametrize("name", ["requests_per_month", "tokens_per_month", "budget_per_month"])
 def test_a_limit_of_a_month_is_one_even_where_it_is_zero(name: str) -> None:
-    assert LimitsRecord(**{name: 0}).is_monthly
-    assert not LimitsRecord(requests_per_minute=1, tokens_per_minute=1, max_concurrent_requests=1).is_monthly
+    assert TenantLimits(**{name: 0}).is_monthly
+    assert not TenantLimits(requests_per_minute=1, tokens_per_minute=1, max_concurrent_requests=1).is_monthly
 
 
 def test_a_state_may_have_fields_that_this_version_does_not_read(directory: TenantDirectory) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_unix_server import FakeUnixServer, chunk_of, head_of, question
 from fakes import eventually
+from tenant_states import SECRET, key, state
 
 from funitel.proto.errors import Forbidden, NotReady, SettingsError
 from funitel.proto.security.keys import digest_of
+from funitel.proto.security.quota import Settlement
 from funitel.proto.security.sessions import SessionSigner
 from funitel.router.auth.accounts import Account
 from funitel.router.fleet.control import ControlSocket
@@ -19,35 +22,13 @@ from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.tenants import charges as charges_module
 from funitel.router.tenants import link as module
-from funitel.router.tenants.charges import Settled
-from funitel.router.tenants.link import WATCH, TenantLink, accounts_of
+from funitel.router.tenants.link import TAKEN, WATCH, TenantLink, accounts_of
 
-SECRET = "a secret"
 WALL = 1_800_000_000.0
 PATIENCE_SECONDS = 10.0
 
 
-def key(number: int = 1, text: str = "sesame", **fields: Any) -> dict[str, Any]:
-    return {
-        "id": number,
-        "name": f"k{number}",
-        "user": "ann",
-        "digest": digest_of(text.encode()).hex(),
-        "routes": [],
-        "models": [],
-        "limits": {},
-        "group": None,
-        "expires": None,
-        "is_banned": False,
-    } | fields
-
-
-def state(*keys: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    ann = {"name": "ann", "role": "user", "limits": {}, "generation": 0}
-    return {"secret": SECRET, "users": [ann], "keys": list(keys), "prices": [], "ended_sessions": []} | fields
-
-
-class Plane:
+class Plane(FakeUnixServer):
     """A control plane that streams what a test sends, and takes charges.
 
     Attributes:
@@ -55,19 +36,19 @@ class Plane:
         status: of the streams.
         asked: method and target of each question.
         charged: bodies of charges.
+        taken: what the link says that it has taken.
         num_streams: those that have begun.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path=path)
         self.first: bytes | None = None
         self.status = 200
         self.asked: list[str] = []
         self.charged: list[dict[str, Any]] = []
+        self.taken: list[dict[str, Any]] = []
         self.num_streams = 0
         self._streams: list[asyncio.StreamWriter] = []
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._server: asyncio.Server | None = None
 
     def say(self, content: dict[str, Any]) -> None:
         self.first = json.dumps(content).encode() + b"\n"
@@ -76,7 +57,7 @@ class Plane:
     def send(self, data: bytes) -> None:
         """Send bytes to each stream, as one chunk."""
         for writer in self._streams:
-            writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+            writer.write(chunk_of(data))
 
     def end_streams(self) -> None:
         """End the streams as a control plane that closes does."""
@@ -90,44 +71,30 @@ class Plane:
             writer.transport.abort()
         self._streams.clear()
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
-
     async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in tuple(self._writers):
-            writer.transport.abort()
+        await super().stop()
         self._streams.clear()
-        self.path.unlink(missing_ok=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            await self._answer(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        line = head.split("\r\n")[0].removesuffix(" HTTP/1.1")
-        self.asked.append(line)
-        [length] = [int(each.partition(":")[2]) for each in head.lower().split("\r\n") if "content-length" in each]
-        body = await reader.readexactly(length)
-        if line.startswith("POST"):
-            self.charged.append(json.loads(body))
-            content = json.dumps({"refusals": [None] * len(self.charged[-1]["reservations"])}).encode()
-            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method, target, body = await question(reader)
+        if target != TAKEN:
+            self.asked.append(f"{method} {target}")
+        if target == TAKEN:
+            self.taken.append(json.loads(body))
+            writer.write(head_of(204, 0))
             await writer.drain()
             return
-        writer.write(f"HTTP/1.1 {self.status} X\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        if method == "POST":
+            self.charged.append(json.loads(body))
+            content = json.dumps({"refusals": [None] * len(self.charged[-1]["reservations"])}).encode()
+            writer.write(head_of(200, len(content)) + content)
+            await writer.drain()
+            return
+        writer.write(head_of(self.status))
         self._streams.append(writer)
         self.num_streams += 1
         if self.first is not None:
-            writer.write(f"{len(self.first):x}\r\n".encode() + self.first + b"\r\n")
+            writer.write(chunk_of(self.first))
         await reader.read()
 
 
@@ -358,6 +325,26 @@ async def test_half_a_line_at_the_end_of_a_stream_is_left_out(plane: Plane, capl
     assert not any("no state of tenants" in line for line in caplog.messages)
 
 
+async def test_a_state_is_said_to_be_taken_once_it_holds(plane: Plane) -> None:
+    plane.say(state(key(), watcher=3, version=7))
+    async with linked(plane) as link:
+
+        async def is_told() -> bool:
+            assert bool(plane.taken) <= (find(link) is not None)
+            return bool(plane.taken)
+
+        await eventually(is_told, "taken")
+        plane.send(b"no state\n")
+        plane.say(state(watcher=3, version=9))
+        await gone(link, "sesame")
+
+        async def both() -> bool:
+            return len(plane.taken) == 2
+
+        await eventually(both, "taken")
+    assert plane.taken == [{"watcher": 3, "version": 7}, {"watcher": 3, "version": 9}]
+
+
 # Lines that are no state
 
 
@@ -434,9 +421,9 @@ async def test_a_line_with_a_value_that_cannot_be_used_does_not_end_the_link(
 # Charges
 
 
-def used(id: str) -> Settled:
+def used(id: str) -> Settlement:
     tokens = {"prompt_tokens": 1, "completion_tokens": 2}
-    return Settled(id=id, at=1.5, user="ann", key=1, model="m", requests=1, cost=0.0, **tokens)
+    return Settlement(id=id, at=1.5, user="ann", key=1, model="m", requests=1, cost=0.0, **tokens)
 
 
 async def test_charges_go_on_while_the_stream_is_lost(plane: Plane) -> None:

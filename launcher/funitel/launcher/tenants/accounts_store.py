@@ -14,8 +14,9 @@ from sqlalchemy.exc import IntegrityError
 
 from funitel.launcher.control_plane.schema import AUDIT, ENDED_SESSIONS, KEYS, PRICES, SECRETS, USERS
 from funitel.launcher.control_plane.store import StateStore
-from funitel.launcher.tenants.records import AuditRow, Price, TenantKey, TenantLimits, User
+from funitel.launcher.tenants.records import AuditRow, Price, TenantKey, User
 from funitel.proto.errors import Conflict, NotFound
+from funitel.proto.security.quota import TenantLimits
 from funitel.proto.security.roles import Role
 
 SESSION_SECRET = "sessions"

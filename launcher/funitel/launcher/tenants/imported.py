@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from funitel.launcher.tenants.records import TenantKey, TenantLimits
+from funitel.launcher.tenants.records import TenantKey
 from funitel.proto.errors import InvalidRequest, SettingsError
 from funitel.proto.security.keys import LIMITS, Key, parse
+from funitel.proto.security.quota import TenantLimits
 
 
 def keys_of_lines(lines: Sequence[str], user: str) -> list[TenantKey]:

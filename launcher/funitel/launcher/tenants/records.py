@@ -1,4 +1,4 @@
-"""The records of tenants, with their JSON: limits, users, API keys, prices and rows of the audit.
+"""The records of tenants, with their JSON: users, API keys, prices and rows of the audit.
 
 Instants are Unix seconds. Money is in the unit of the prices, whatever currency that is.
 """
@@ -8,35 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from funitel.launcher.control_plane.records import JSONObject, Record
+from funitel.proto.security.quota import TenantLimits
 from funitel.proto.security.roles import Role
 
 _MAX_FIRST_GENERATION = 2**30  # the column has 32 bits, and each logout of all sessions adds one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimits(Record):
-    """What a user or a key may use; None is no limit.
-
-    Attributes:
-        requests_per_minute: begun within any minute.
-        tokens_per_minute: of prompts and completions, within any minute.
-        max_concurrent_requests: in flight.
-        requests_per_month: begun within a calendar month of UTC.
-        tokens_per_month: of prompts and completions, within a calendar month of UTC.
-        budget_per_month: the cost of tokens by the prices of their models, within a calendar month of UTC.
-    """
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-    requests_per_month: int | None = None
-    tokens_per_month: int | None = None
-    budget_per_month: float | None = None
-
-    @property
-    def is_monthly(self) -> bool:
-        """Whether something is limited by month."""
-        return (self.requests_per_month, self.tokens_per_month, self.budget_per_month) != (None, None, None)
 
 
 def _first_generation() -> int:

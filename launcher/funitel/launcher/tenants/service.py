@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,15 @@ from itsdangerous import URLSafeTimedSerializer
 
 from funitel.launcher.control_plane.store import StateThread
 from funitel.launcher.tenants import accounts_store, usage_store
+from funitel.launcher.tenants.broadcast import TenantBroadcast
 from funitel.launcher.tenants.login_tries import LoginTries
 from funitel.launcher.tenants.oidc import Identity
 from funitel.launcher.tenants.passwords import Passwords, check_password
-from funitel.launcher.tenants.records import AuditRow, Price, TenantKey, TenantLimits, User
-from funitel.launcher.tenants.usage_store import QuotaRefusal, QuotaReservation, Settlement
+from funitel.launcher.tenants.records import AuditRow, Price, TenantKey, User
+from funitel.launcher.tenants.usage_store import QuotaRefusal
 from funitel.proto.errors import Conflict, Forbidden, NotFound, Unauthorized
 from funitel.proto.security.keys import digest_of, new_key
+from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import Session, SessionSigner
 
@@ -73,7 +75,11 @@ class Actor:
 
 
 class Tenants:
-    """The users of a server and what is theirs."""
+    """The users of a server and what is theirs.
+
+    Attributes:
+        broadcast: tells routers of each change.
+    """
 
     def __init__(self, state: StateThread) -> None:
         self._state = state
@@ -85,8 +91,7 @@ class Tenants:
         self._keys: dict[int, TenantKey] = {}
         self._prices: dict[str, Price] = {}
         self._ended: set[str] = set()
-        self._version = 0
-        self._changed = asyncio.Condition()
+        self.broadcast = TenantBroadcast(self._snapshot)
         self._writing = asyncio.Lock()  # a change is read, checked and written before the next one
 
     async def start(self) -> None:
@@ -141,7 +146,7 @@ class Tenants:
             user = replace(user, created=time.time())
             await self._state(accounts_store.add_user, user, actor.row(f"user {user.name}"))
             self._users[user.name] = user
-        await self._publish()
+        await self.broadcast.publish()
         return user
 
     async def change_user(self, actor: Actor, name: str, changes: Mapping[str, Any]) -> User:
@@ -179,7 +184,7 @@ class Tenants:
             for key in self._keys.values():
                 if key.user == name and key.revoked is None:
                     self._keys[key.id] = replace(key, revoked=now)
-        await self._publish()
+        await self.broadcast.publish()
 
     def _check_admin_left(self, changed: User) -> None:
         after = {**self._users, changed.name: changed}
@@ -190,7 +195,7 @@ class Tenants:
     async def _write_user(self, actor: Actor, user: User) -> None:
         await self._state(accounts_store.change_user, user, actor.row(f"user {user.name}"))
         self._users[user.name] = user
-        await self._publish()
+        await self.broadcast.publish()
 
     # Sessions
 
@@ -225,7 +230,7 @@ class Tenants:
         row = replace(actor.row(f"session of {session.user}"), action="log out")
         await self._state(accounts_store.end_session, session.id, session.expires, time.time(), row)
         self._ended.add(session.id)
-        await self._publish()
+        await self.broadcast.publish()
 
     async def user_of_identity(self, identity: Identity) -> User:
         """The user that a provider's person is; one that is seen first becomes a user without a password.
@@ -285,7 +290,7 @@ class Tenants:
         async with self._writing:
             (added,) = await self._state(accounts_store.add_keys, [made], [row])
             self._keys[added.id] = added
-        await self._publish()
+        await self.broadcast.publish()
         return added, text
 
     async def import_keys(self, actor: Actor, keys: Sequence[TenantKey]) -> list[TenantKey]:
@@ -295,7 +300,7 @@ class Tenants:
         async with self._writing:
             added = await self._state(accounts_store.add_keys, keys, rows)
             self._keys |= {each.id: each for each in added}
-        await self._publish()
+        await self.broadcast.publish()
         return added
 
     async def change_key(self, actor: Actor, number: int, changes: Mapping[str, Any]) -> TenantKey:
@@ -321,7 +326,7 @@ class Tenants:
             key = replace(key, **changes)
             await self._state(accounts_store.change_key, key, actor.row(f"key {key.user}/{key.name}"))
             self._keys[number] = key
-        await self._publish()
+        await self.broadcast.publish()
         return key
 
     # Prices, usage, audit
@@ -335,7 +340,7 @@ class Tenants:
         actor.require(Role.ADMIN)
         await self._state(accounts_store.set_price, price, actor.row(f"price {price.model}"))
         self._prices[price.model] = price
-        await self._publish()
+        await self.broadcast.publish()
 
     async def usage(self, actor: Actor, *, first: str, last: str, user: str | None) -> list[dict[str, Any]]:
         """What was used, with the names of keys; of the actor alone where it is no admin."""
@@ -370,20 +375,6 @@ class Tenants:
 
     def _limits_of_user(self, name: str) -> TenantLimits:
         return self._users[name].limits if name in self._users else TenantLimits()
-
-    async def watch(self) -> AsyncIterator[dict[str, Any]]:
-        """What the router checks requests by: all of it at once, then after each change."""
-        seen = -1
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda seen=seen: self._version != seen)  # type: ignore[misc]
-                seen = self._version
-            yield self._snapshot()
-
-    async def _publish(self) -> None:
-        async with self._changed:
-            self._version += 1
-            self._changed.notify_all()
 
     def _snapshot(self) -> dict[str, Any]:
         users = sorted(self._users.values(), key=lambda user: user.name)

@@ -13,47 +13,9 @@ from sqlalchemy import Connection, delete, func, insert, literal_column, select,
 
 from funitel.launcher.control_plane.schema import CHARGE_BATCHES, RESERVATIONS, USAGE
 from funitel.launcher.control_plane.store import StateStore
-from funitel.launcher.tenants.records import TenantLimits
+from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 
 SESSIONS = 0  # the id that stands for the sessions of a user
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaReservation:
-    """The most that a request may take.
-
-    Attributes:
-        id: of the request, unique for ever.
-        at: when the request began, in Unix seconds.
-        user: name of the user.
-        key: id of the key.
-        model: that the request names.
-        tokens: of the prompt, and the most of the completion.
-        cost: of as many tokens.
-    """
-
-    id: str
-    at: float
-    user: str
-    key: int
-    model: str
-    tokens: int
-    cost: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
-    """What a request has taken; `id` is that of its reservation, if it has one."""
-
-    id: str
-    at: float
-    user: str
-    key: int
-    model: str
-    requests: int
-    prompt_tokens: int
-    completion_tokens: int
-    cost: float
 
 
 @dataclass(frozen=True, slots=True)

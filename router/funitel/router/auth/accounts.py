@@ -107,6 +107,8 @@ class Account:
         self._metrics.count_key_request(self.key.name)
         for meter, _ in self._meters:
             meter.count_request(now)
+        if self.tenant is not None:
+            self.tenant.count_request()
         with nullcontext() if is_background else self.prolonged():
             yield
 
@@ -129,12 +131,20 @@ class Account:
                 meter.check_tokens(limits, num_tokens, now)
         for meter, _ in self._meters:
             meter.reserve(num_tokens)
+        if self.tenant is not None:
+            self.tenant.reserve(num_tokens)
 
     def settle(self, num_reserved: int, num_prompt: int, num_completion: int, now: float) -> None:
         """End a reservation: what the request has taken is used."""
         for meter, _ in self._meters:
             meter.settle(num_reserved, num_prompt + num_completion, now)
+        if self.tenant is not None:
+            self.tenant.settle(num_reserved, num_prompt + num_completion)
         self._metrics.count_key_tokens(self.key.name, num_prompt, num_completion)
+
+    def restore(self, num_requests: int, num_tokens: int, now: float) -> None:
+        """Count with the key alone what was used through a router before this one."""
+        self._meter.restore(num_requests, num_tokens, now)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -276,6 +286,15 @@ class AccountTenant(Protocol):
     @property
     def limits(self) -> MinuteLimits:
         """The limits of the user."""
+
+    def count_request(self) -> None:
+        """Keep for the next router that a request began."""
+
+    def reserve(self, num_tokens: int) -> None:
+        """Keep for the next router that tokens were reserved."""
+
+    def settle(self, num_reserved: int, num_used: int) -> None:
+        """Keep for the next router that a reservation has ended."""
 
     def paying(
         self, model: str, most: TokenCounts, used: Callable[[], TokenCounts]

@@ -93,3 +93,8 @@ class Meter:
         """End a reservation."""
         self._num_reserved -= num_reserved
         self._tokens.add(num_used, now)
+
+    def restore(self, num_requests: int, num_tokens: int, now: float) -> None:
+        """Count what was used at an instant before anything else was."""
+        self._requests.add(num_requests, now)
+        self._tokens.add(num_tokens, now)

@@ -38,10 +38,14 @@ class ControlAnswer:
 
 
 class ControlSocket:
-    """The control plane behind a Unix socket."""
+    """The control plane behind a Unix socket.
+
+    Attributes:
+        path: of the socket.
+    """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
 
     async def ask(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})
@@ -90,7 +94,7 @@ class ControlSocket:
         """Send a question; yields what reads the answer."""
         writer: asyncio.StreamWriter | None = None
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path, limit=PIECE_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self.path, limit=PIECE_BYTES)
             head = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

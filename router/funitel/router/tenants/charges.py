@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pydantic import BaseModel, ValidationError
 
 from funitel.proto.errors import FunitelError, NotReady, QuotaExceeded
+from funitel.proto.security.quota import QuotaReservation, Settlement
 from funitel.router.fleet.control import ControlSocket
 
 logger = logging.getLogger(__name__)
@@ -24,46 +25,12 @@ MAX_SETTLEMENTS = 16_384  # of one batch: 3 MB of the 16 MiB that the control pl
 _ID_BYTES = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Payer:
-    """The user and the key that pay; the key 0 stands for sessions of the console."""
-
-    user: str
-    key: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+@dataclass(frozen=True, slots=True)
+class _Sending:
     """A reservation that is being sent, with what is told its answer."""
 
-    id: str
-    at: float
-    user: str
-    key: int
-    model: str
-    tokens: int
-    cost: float
+    reservation: QuotaReservation
     answered: "asyncio.Future[None]" = field(compare=False)
-
-    def content(self) -> dict[str, object]:
-        """Its JSON object."""
-        names = ("id", "at", "user", "key", "model", "tokens", "cost")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """What a request has used."""
-
-    id: str
-    at: float
-    user: str
-    key: int
-    model: str
-    requests: int
-    prompt_tokens: int
-    completion_tokens: int
-    cost: float
 
 
 class _Refusal(BaseModel):
@@ -84,16 +51,16 @@ class Charges:
         self._control = control
         self._router = secrets.token_hex(_ID_BYTES)
         self._number = 0
-        self._reserving: list[Reserved] = []
-        self._settled: list[Settled] = []
-        self._sending: tuple[Settled, ...] = ()  # those of the last batch, until they are taken
+        self._reserving: list[_Sending] = []
+        self._settled: list[Settlement] = []
+        self._sending: tuple[Settlement, ...] = ()  # those of the last batch, until they are taken
         self._wake = asyncio.Event()
 
     def new_id(self) -> str:
         """An id for a request."""
         return f"{self._router}-{secrets.token_hex(_ID_BYTES)}"
 
-    async def reserve(self, id: str, at: float, payer: Payer, model: str, tokens: int, cost: float) -> None:
+    async def reserve(self, reservation: QuotaReservation) -> None:
         """Reserve the most that a request may take; returns once it is on the disk.
 
         Raises:
@@ -101,26 +68,16 @@ class Charges:
             NotReady: the control plane does not answer.
         """
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        reserved = Reserved(
-            id=id,
-            at=at,
-            user=payer.user,
-            key=payer.key,
-            model=model,
-            tokens=tokens,
-            cost=cost,
-            answered=answered,
-        )
-        self._reserving.append(reserved)
+        self._reserving.append(_Sending(reservation, answered))
         self._wake.set()
         try:
             await answered
         except asyncio.CancelledError:
             if not answered.cancelled() and answered.exception() is None:  # written, and its client leaves now
-                self.settle(_unused(reserved), is_reserved=True)
+                self.settle(reservation.unused(), is_reserved=True)
             raise
 
-    def settle(self, settled: Settled, *, is_reserved: bool) -> None:
+    def settle(self, settled: Settlement, *, is_reserved: bool) -> None:
         """Send what a request has used: at once where it has a reservation, else within a second."""
         self._settled.append(settled)
         if is_reserved:
@@ -157,7 +114,7 @@ class Charges:
         content = {
             "router": self._router,
             "number": self._number,
-            "reservations": [each.content() for each in taken],
+            "reservations": [asdict(each.reservation) for each in taken],
             "settlements": [asdict(each) for each in self._sending],
         }
         try:
@@ -176,21 +133,21 @@ class Charges:
             self._answer(each, refusal)
         return True
 
-    def _answer(self, each: Reserved, refusal: _Refusal | None) -> None:
+    def _answer(self, each: _Sending, refusal: _Refusal | None) -> None:
         if each.answered.done():
             if refusal is None:  # its client left meanwhile
-                self.settle(_unused(each), is_reserved=True)
+                self.settle(each.reservation.unused(), is_reserved=True)
         elif refusal is None:
             each.answered.set_result(None)
         else:
             each.answered.set_exception(QuotaExceeded(refusal.message, refusal.limit))
 
-    def _refuse(self, taken: list[Reserved], error: FunitelError) -> None:
+    def _refuse(self, taken: list[_Sending], error: FunitelError) -> None:
         """Refuse reservations that may have been written: they are settled as unused."""
         for each in taken:
             if not each.answered.done():
                 each.answered.set_exception(error)
-            self._settled.append(_unused(each))
+            self._settled.append(each.reservation.unused())
 
 
 def _refusals(content: bytes, count: int) -> tuple[_Refusal | None, ...]:
@@ -202,18 +159,3 @@ def _refusals(content: bytes, count: int) -> tuple[_Refusal | None, ...]:
     if len(refusals) != count:
         raise NotReady(f"the control plane answered {len(refusals)} of {count} reservations")
     return refusals
-
-
-def _unused(each: Reserved) -> Settled:
-    """Nothing was used of a reservation."""
-    return Settled(
-        id=each.id,
-        at=each.at,
-        user=each.user,
-        key=each.key,
-        model=each.model,
-        requests=0,
-        prompt_tokens=0,
-        completion_tokens=0,
-        cost=0.0,
-    )

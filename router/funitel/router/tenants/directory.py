@@ -8,13 +8,15 @@ from datetime import UTC, datetime
 
 from funitel.proto.errors import Forbidden, NotReady, QuotaExceeded
 from funitel.proto.security.keys import Key
+from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import Session, SessionSigner
 from funitel.router.auth.accounts import Account, TokenCounts
 from funitel.router.auth.meter import Meter
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.tenants.charges import Charges, Payer, Settled
-from funitel.router.tenants.snapshot import KeyRecord, LimitsRecord, PriceRecord, TenantSnapshot, UserRecord
+from funitel.router.tenants.charges import Charges
+from funitel.router.tenants.minute_log import MinuteLog
+from funitel.router.tenants.snapshot import KeyRecord, PriceRecord, TenantSnapshot, UserRecord
 
 SESSION_KEY = 0  # the id of what stands for the sessions of a user
 SESSION_NAME = "~session"  # no key can have this name
@@ -30,12 +32,12 @@ class TenantUse:
         is_session: whether it is of sessions.
     """
 
-    def __init__(self, user: UserRecord, meter: Meter, payer: Payer, directory: "TenantDirectory") -> None:
+    def __init__(self, user: UserRecord, meter: Meter, key: int, directory: "TenantDirectory") -> None:
         self.user = user
         self.meter = meter
-        self.is_session = payer.key == SESSION_KEY
-        self.key_limits = LimitsRecord()
-        self._payer = payer
+        self.is_session = key == SESSION_KEY
+        self.key_limits = TenantLimits()
+        self._key = key
         self._directory = directory
 
     @property
@@ -49,9 +51,21 @@ class TenantUse:
         return self.user.role
 
     @property
-    def limits(self) -> LimitsRecord:
+    def limits(self) -> TenantLimits:
         """The limits of the user."""
         return self.user.limits
+
+    def count_request(self) -> None:
+        """Keep for the next router that a request began."""
+        self._directory.minutes.count_request(self.name, self._key)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Keep for the next router that tokens were reserved."""
+        self._directory.minutes.reserve(self.name, self._key, num_tokens)
+
+    def settle(self, num_reserved: int, num_used: int) -> None:
+        """Keep for the next router that a reservation has ended."""
+        self._directory.minutes.settle(self.name, self._key, num_reserved, num_used)
 
     @asynccontextmanager
     async def paying(self, model: str, most: TokenCounts, used: Callable[[], TokenCounts]) -> AsyncIterator[None]:
@@ -61,13 +75,22 @@ class TenantUse:
             QuotaExceeded: it is not left of the month.
             NotReady: the control plane does not answer.
         """
-        charges, payer, at = self._directory.charges, self._payer, time.time()
+        charges, at = self._directory.charges, time.time()
         price = self._directory.prices.get(model)
         request_id = charges.new_id()
         is_reserved = self.user.limits.is_monthly or self.key_limits.is_monthly
         if is_reserved:
+            reservation = QuotaReservation(
+                id=request_id,
+                at=at,
+                user=self.name,
+                key=self._key,
+                model=model,
+                tokens=most.total,
+                cost=_cost(price, most),
+            )
             try:
-                await charges.reserve(request_id, at, payer, model, most.total, _cost(price, most))
+                await charges.reserve(reservation)
             except QuotaExceeded as error:
                 self._directory.count_refusal(self, error.limit)
                 raise
@@ -75,11 +98,11 @@ class TenantUse:
             yield
         finally:
             tokens = used()
-            settled = Settled(
+            settled = Settlement(
                 id=request_id,
                 at=at,
-                user=payer.user,
-                key=payer.key,
+                user=self.name,
+                key=self._key,
                 model=model,
                 requests=1,
                 prompt_tokens=tokens.prompt,
@@ -94,11 +117,13 @@ class TenantDirectory:
 
     Attributes:
         charges: where their use is written.
+        minutes: where what they use within a minute is kept.
         prices: by the name of the model.
     """
 
-    def __init__(self, metrics: Metrics, charges: Charges) -> None:
+    def __init__(self, metrics: Metrics, charges: Charges, minutes: MinuteLog) -> None:
         self.charges = charges
+        self.minutes = minutes
         self.prices: Mapping[str, PriceRecord] = {}
         self._is_known = False
         self._metrics = metrics
@@ -128,12 +153,25 @@ class TenantDirectory:
         self._keys = {record.id: self._key_account(record) for record in records.values()}
         self._records = records
         self._sessions = sessions
+        if not self._is_known:
+            self._restore()
         self._is_known = True
+
+    def _restore(self) -> None:
+        """Count what was used within the last minute through a router before this one."""
+        now, wall_clock = time.monotonic(), time.time()
+        for use in self.minutes.start():
+            at = now - max(0.0, wall_clock - use.at)
+            account = self._sessions.get(use.user) if use.key == SESSION_KEY else self._keys.get(use.key)
+            if account is not None:
+                account.restore(use.requests, use.tokens, at)
+            if (meter := self._meters.get(use.user)) is not None:
+                meter.restore(use.requests, use.tokens, at)
 
     def _session_account(self, user: UserRecord) -> Account:
         digest = hashlib.sha256(f"sessions of {user.name}".encode()).digest()
         key = Key(name=f"{user.name}/{SESSION_NAME}", digest=digest)
-        return self._account(self._sessions.get(user.name), key, user, SESSION_KEY, LimitsRecord())
+        return self._account(self._sessions.get(user.name), key, user, SESSION_KEY, TenantLimits())
 
     def _key_account(self, record: KeyRecord) -> Account:
         limits = record.limits
@@ -150,10 +188,10 @@ class TenantDirectory:
         )
         return self._account(self._keys.get(record.id), key, self._users[record.user], record.id, limits)
 
-    def _account(self, known: Account | None, key: Key, user: UserRecord, number: int, limits: LimitsRecord) -> Account:
+    def _account(self, known: Account | None, key: Key, user: UserRecord, number: int, limits: TenantLimits) -> Account:
         tenant = known.tenant if known is not None else None
         if known is None or not isinstance(tenant, TenantUse):
-            tenant = TenantUse(user, self._meters[user.name], Payer(user=user.name, key=number), self)
+            tenant = TenantUse(user, self._meters[user.name], number, self)
             known = Account(key, self._metrics, tenant)
         tenant.user, tenant.key_limits, known.key = user, limits, key
         return known

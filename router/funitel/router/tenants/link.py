@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import aclosing
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -14,12 +15,15 @@ from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.tenants.charges import Charges
 from funitel.router.tenants.directory import TenantDirectory
+from funitel.router.tenants.minute_log import MinuteLog
 from funitel.router.tenants.snapshot import TenantSnapshot
 
 logger = logging.getLogger(__name__)
 
 WATCH = "/v1/fleet/tenants"
+TAKEN = "/v1/fleet/tenants/taken"
 RECONNECT_SECONDS = 0.2
+MINUTES = "minutes"  # beside the control socket
 
 
 class TenantLink:
@@ -27,7 +31,8 @@ class TenantLink:
 
     def __init__(self, control: ControlSocket, metrics: Metrics) -> None:
         self.charges = Charges(control)
-        self.directory = TenantDirectory(metrics, self.charges)
+        self._minutes = MinuteLog(Path(control.path).with_name(MINUTES))
+        self.directory = TenantDirectory(metrics, self.charges, self._minutes)
         self._control = control
 
     async def run(self) -> None:
@@ -42,7 +47,7 @@ class TenantLink:
             try:
                 async with aclosing(self._control.lines(WATCH)) as lines:
                     async for line in lines:
-                        self._take(line)
+                        await self._take(line)
                         is_lost = False
             except NotReady as error:
                 if not is_lost:
@@ -50,17 +55,21 @@ class TenantLink:
                 is_lost = True
             await asyncio.sleep(RECONNECT_SECONDS)
 
-    def _take(self, line: bytes) -> None:
+    async def _take(self, line: bytes) -> None:
         try:
-            self.directory.take(TenantSnapshot.model_validate_json(line))
+            state = TenantSnapshot.model_validate_json(line)
+            self.directory.take(state)
         except ValidationError as error:
             logger.error("the control plane sent a line that is no state of tenants: %s", error.error_count())
         except ValueError as error:
             logger.error("the control plane sent a state of tenants that cannot be used: %s", error)
+        else:
+            await self._control.tell(TAKEN, {"watcher": state.watcher, "version": state.version})
 
     async def close(self) -> None:
         """Send what was used last."""
         await self.charges.flush()
+        self._minutes.close()
 
 
 def accounts_of(

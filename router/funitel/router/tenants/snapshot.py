@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
+from funitel.proto.security.quota import TenantLimits
 from funitel.proto.security.roles import Role
 
 
@@ -11,28 +12,12 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class LimitsRecord(_Record):
-    """Limits of a user or a key; None is no limit."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-    requests_per_month: int | None = None
-    tokens_per_month: int | None = None
-    budget_per_month: float | None = None
-
-    @property
-    def is_monthly(self) -> bool:
-        """Whether the control plane is asked before a request runs."""
-        return (self.requests_per_month, self.tokens_per_month, self.budget_per_month) != (None, None, None)
-
-
 class UserRecord(_Record):
     """A user that is not disabled."""
 
     name: str
     role: Role
-    limits: LimitsRecord
+    limits: TenantLimits
     generation: int
 
 
@@ -45,7 +30,7 @@ class KeyRecord(_Record):
     digest: str
     routes: tuple[str, ...]
     models: tuple[str, ...]
-    limits: LimitsRecord
+    limits: TenantLimits
     group: str | None
     expires: float | None
     is_banned: bool
@@ -60,8 +45,15 @@ class PriceRecord(_Record):
 
 
 class TenantSnapshot(_Record):
-    """The state of all tenants."""
+    """The state of all tenants.
 
+    Attributes:
+        watcher: that the control plane has given to this link.
+        version: of the state.
+    """
+
+    watcher: int
+    version: int
     secret: str
     users: tuple[UserRecord, ...]
     keys: tuple[KeyRecord, ...]

@@ -8,11 +8,12 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from funitel.launcher.control_plane.checks import Fields, number_of, wrong
-from funitel.launcher.tenants.records import TenantKey, TenantLimits, User
+from funitel.launcher.tenants.records import TenantKey, User
 from funitel.launcher.tenants.service import Actor, Tenants
 from funitel.proto.errors import NotFound
 from funitel.proto.security.asker import ACTOR, CLIENT, ROLE, USER
 from funitel.proto.security.keys import MAX_LIMIT, check_name, check_pattern, parse_instant
+from funitel.proto.security.quota import TenantLimits
 from funitel.proto.security.roles import Role
 
 BY_SOCKET = "socket"

@@ -9,12 +9,19 @@ from starlette.routing import Route
 from funitel.launcher.control_plane.api.requests import json_of
 from funitel.launcher.control_plane.api.router_side import stream_of
 from funitel.launcher.tenants.api.requests import tenants_of
-from funitel.launcher.tenants.usage_store import QuotaReservation, Settlement
+from funitel.proto.security.quota import QuotaReservation, Settlement
 
 
 async def watch(request: Request) -> Response:
     """Users and keys, one state a line, from the present one on."""
-    return stream_of(tenants_of(request).watch(), request.app.state.closing)
+    return stream_of(tenants_of(request).broadcast.watch(), request.app.state.closing)
+
+
+async def taken(request: Request) -> Response:
+    """Note that a router has taken a state."""
+    body: dict[str, Any] = await json_of(request)
+    await tenants_of(request).broadcast.taken(body["watcher"], body["version"])
+    return Response(status_code=204)
 
 
 async def charge(request: Request) -> Response:
@@ -32,5 +39,6 @@ async def charge(request: Request) -> Response:
 
 ROUTES = (
     Route("/v1/fleet/tenants", watch, methods=["GET"]),
+    Route("/v1/fleet/tenants/taken", taken, methods=["POST"]),
     Route("/v1/fleet/charges", charge, methods=["POST"]),
 )
