@@ -20,7 +20,7 @@ write_pages = for page in settings routes metrics modules examples; do $(BIN)/py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean pictures
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -60,7 +60,10 @@ faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="
 container: setup ## build the image and run it, as root; what it needs is installed by apt-get
 	@$(BIN)/pytest integration-tests/container $(ARGS)
 
-console: setup ## the console in Debian's Chromium, which apt-get installs; FUNITEL_SCREENSHOTS=docs/images keeps pictures
+pictures: setup ## pictures of the console's pages for the documentation, made by its tests
+	@FUNITEL_SCREENSHOTS=docs/images $(MAKE) --no-print-directory console ARGS="-k 'fits or pictures' $(ARGS)"
+
+console: setup ## the console in Debian's Chromium, which apt-get installs
 	@$(BIN)/python -c "import playwright, axe_playwright_python" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt $(BROWSER_TOOLS)
 	@$(BIN)/pytest integration-tests/console $(ARGS)
 

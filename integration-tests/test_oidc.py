@@ -45,6 +45,7 @@ PEOPLE: dict[str, dict[str, Any]] = {
     "id-dan": {"preferred_username": "dan"},
     "id-eve": {"preferred_username": "eve", "realm_access": {"roles": ["admin"]}},
     "id-fay": {"preferred_username": "fay"},
+    "id-gil": {"preferred_username": "gil"},
     "id-root": {"preferred_username": "root"},
 }
 
@@ -219,6 +220,25 @@ def test_a_role_that_is_not_ours_is_the_least_one(real: Console, person: str, na
         assert (user["name"], user["role"]) == (name, role)
 
 
+def test_the_last_admin_stays_one_and_is_let_in(real: Console) -> None:
+    """A wrong table of roles at the provider must not lock everybody out."""
+    with real.browser() as browser:
+        assert log_in(real, browser, "id-gil").status_code == 303
+        real.ask("PATCH", "/v1/users/gil", {"role": "admin"})
+        admins = [user["name"] for user in real.ask("GET", "/v1/users")["users"] if user["role"] == "admin"]
+        others = [name for name in admins if name != "gil"]
+        for name in others:
+            real.ask("PATCH", f"/v1/users/{name}", {"role": "user"})
+        try:
+            assert log_in(real, browser, "id-gil").status_code == 303
+            assert (user_of(browser) or {})["role"] == "admin"
+        finally:
+            for name in others:
+                real.ask("PATCH", f"/v1/users/{name}", {"role": "admin"})
+        assert log_in(real, browser, "id-gil").status_code == 303
+        assert (user_of(browser) or {})["role"] == "user"
+
+
 def test_who_has_no_role_at_the_provider_any_more_loses_it_here(real: Console) -> None:
     with real.browser() as browser:
         log_in(real, browser, "id-fay")
@@ -311,6 +331,9 @@ def test_a_user_that_is_deleted_begins_anew(real: Console) -> None:
 def test_a_user_with_a_password_is_not_taken_over_by_name(real: Console) -> None:
     with real.browser() as browser:
         check_refused(browser, log_in(real, browser, "id-root"), 409, "root")
+    refused = real.ask("GET", "/v1/audit?actor=oidc")["audit"][0]
+    assert (refused["action"], refused["object"], refused["status"]) == ("log in", "session", 409)
+    assert refused["address"] == "127.0.0.1"
     assert real.user("root")["subject"] is None
 
 

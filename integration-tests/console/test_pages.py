@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,27 @@ def test_a_route_is_tried(open_page: OpenPage) -> None:
     page.get_by_role("textbox", name="Body").fill("{")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("alert")).to_have_text(re.compile("not JSON"))
+
+
+def test_the_page_of_the_routes_stands_alone(open_page: OpenPage, fleet: Fleet) -> None:
+    page = open_page("docs", bypass_csp=True)
+    page.goto(f"{fleet.url}/docs")
+    page.get_by_label("Filter").fill("/generate")
+    page.locator("summary", has_text="/generate").first.click()
+    page.get_by_role("textbox", name="Body").fill('{"inputs": "Hi", "parameters": {"max_new_tokens": 3}}')
+    with page.expect_request("**/generate") as sent:
+        page.get_by_role("button", name="Send").click()
+    assert sent.value.url == f"{fleet.url}/generate"
+    expect(page.get_by_text("Status 200")).to_be_visible()
+    assert page.get_by_role("link", name="/openapi.json").get_attribute("href") == f"{fleet.url}/openapi.json"
+    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text())
+    assert [each["id"] for each in page.evaluate("axe.run()")["violations"]] == []
+    page.get_by_role("button", name="API key").click()
+    page.get_by_label("Key", exact=True).fill("sk-secret")
+    page.get_by_role("button", name="Use this key").click()
+    with page.expect_request("**/generate") as request:
+        page.get_by_role("button", name="Send").click()
+    assert request.value.headers["authorization"] == "Bearer sk-secret"
 
 
 def test_every_route_has_an_example_that_is_json(open_page: OpenPage) -> None:

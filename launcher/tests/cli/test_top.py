@@ -50,7 +50,9 @@ def state(num_running: int = 1, num_waiting: int = 1, **changes: Any) -> dict[st
         "pool": POOL,
         "steps": [STEP] * 3,
     }
-    return {"model_id": "tiny", "version": "0.1.0", "time": 1.0, "replicas": [replica | changes]}
+    now = {"requests": 12, "generated_tokens": 3456, "running": num_running, "waiting": num_waiting}
+    model = {"name": "tiny", "model_id": "tiny", "now": now, "replicas": [{}], "scheduler": [replica | changes]}
+    return {"version": "0.1.0", "time": 1.0, "models": [model]}
 
 
 # The page
@@ -65,7 +67,8 @@ def rendered(shown: Any, width: int = 200, **options: Any) -> str:
 
 def test_everything_is_on_the_page() -> None:
     text = rendered(state())
-    assert "http://here:3000 tiny funitel 0.1.0" in text
+    assert "http://here:3000 funitel 0.1.0" in text
+    assert "tiny: 12 requests, 3,456 tokens, running 1, waiting 1" in text
     assert "replica 0: 2 ranks, 812 tokens/s, running 1, waiting 1 (31 prompt tokens)" in text
     assert "50%: 50 of 100 blocks of 16 tokens used, 8 cached, 2 preempted" in text
     assert f"pool {'━' * 15}" in text
@@ -76,7 +79,7 @@ def test_everything_is_on_the_page() -> None:
 
 def test_an_idle_server_has_no_tables() -> None:
     lines = rendered(state(0, 0, steps=[])).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 7
     assert lines[-1].strip() == "steps: none yet"
 
 
@@ -85,20 +88,36 @@ def test_what_the_server_has_cut_is_counted() -> None:
 
 
 def test_without_a_replica_it_says_so() -> None:
-    assert rendered(state() | {"replicas": []}).splitlines()[-1].strip() == "no replica serves"
+    (model,) = state()["models"]
+    lost = state() | {"models": [model | {"replicas": [], "scheduler": []}]}
+    assert rendered(lost).splitlines()[-1].strip() == "no replica serves"
+
+
+def test_each_model_is_shown_and_an_embedder_has_no_queue_of_sequences() -> None:
+    (model,) = state()["models"]
+    text = rendered(state() | {"models": [model, model | {"name": "embedder", "scheduler": []}]})
+    assert text.count("replica 0:") == 1
+    assert "embedder: 12 requests" in text
+    assert "no replica serves" not in text
+
+
+def test_a_server_without_a_model_says_so() -> None:
+    assert rendered(state() | {"models": []}).splitlines()[-1].strip() == "no model is loaded"
 
 
 @pytest.mark.parametrize("width", [1, 10, 40, 80])
 def test_lines_fit_and_what_the_server_says_is_text(width: int) -> None:
     row = RUNNING | {"request_id": "\x1b[2J[red]", "key": "\u202e\x9b31m[/]"}
-    shown = rendered(state(running=[row]) | {"model_id": "\x1b]0;x\x07 [link=http://evil.test]:smile:\n"}, width)
+    given = state(running=[row])
+    given["models"][0]["name"] = "\x1b]0;x\x07 [link=http://evil.test]:smile:\n"
+    shown = rendered(given, width)
     assert all(len(line) <= width and line.isprintable() for line in shown.splitlines())
     if width == 80:
         assert r"\x1b]0;x\x07 [link=http://evil.test]:smile:" in shown
         assert r"\x1b[2J" in shown
 
 
-@pytest.mark.parametrize("answer", [{}, {"model_id": "x", "version": "1", "replicas": [{}]}, {"replicas": 1}])
+@pytest.mark.parametrize("answer", [{}, {"version": "1", "models": [{}]}, {"models": 1}])
 def test_what_is_no_state_is_one_line(answer: dict[str, Any]) -> None:
     with pytest.raises(FunitelError, match="u gives an answer that funitel top cannot read"):
         page(answer, "u")
@@ -137,7 +156,7 @@ def test_a_key_is_sent_and_a_wrong_one_is_told(start: Start) -> None:
 
 
 def test_a_server_without_the_route_is_told_how(start: Start) -> None:
-    with pytest.raises(FunitelError, match="is it started with --debug-routes"):
+    with pytest.raises(FunitelError, match="is it started with --console false"):
         top(TopSettings(url=start(get_status=404, info={"error": "no"}).url, once=True))
 
 

@@ -1,8 +1,10 @@
 """The installed version of funitel."""
 
+from functools import cache
 from importlib import metadata
 
 
+@cache
 def version() -> str:
     """The installed version of funitel."""
     try:

@@ -1,6 +1,7 @@
 """`/debug/scheduler`: what it shows, to whom, and that it stays small."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -137,3 +138,53 @@ async def test_shards_know_a_request_by_its_id(serve: Serve, tmp_path: Path) -> 
         body = {"inputs": SECRET, "parameters": {"max_new_tokens": 2}}
         await client.post("/generate", json=body, headers={"x-request-id": "r-1"})
     assert shard.names == ["r-1"]
+
+
+async def test_the_console_shows_the_same_beside_its_numbers(serve: Serve, tmp_path: Path) -> None:
+    async with debugged(serve, tmp_path, debug_routes=False) as (client, _):
+        await client.post("/generate", json={"inputs": SECRET, "parameters": {"max_new_tokens": 3}})
+        plain = (await client.get("/v1/console/live?since=1e18")).json()
+        answer = await client.get("/v1/console/live?since=1e18&scheduler=true")
+        assert SECRET not in answer.text
+        (model,) = answer.json()["models"]
+        assert plain["models"][0] | {"scheduler": model["scheduler"]} == model
+        assert plain["models"][0]["scheduler"] is None
+        (replica,) = model["scheduler"]
+        assert (replica["index"], replica["running"], len(replica["steps"]) > 0) == (0, [], True)
+
+
+async def test_the_console_lists_the_sequences_of_the_key_that_asks(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    lines = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **scope}
+        for name, scope in (("one", {}), ("two", {}), ("all", {"routes": ["/v1/requests*", "/v1/console/live"]}))
+    ]
+    keys.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    async with debugged(serve, tmp_path, api_key_file=str(keys), max_batch_size=1) as (client, shard):
+        shard.delay = lambda: 0.005
+
+        def bearer(name: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {name}"}
+
+        body = {"inputs": SECRET, "parameters": {"max_new_tokens": 190}}
+        asks = [
+            asyncio.create_task(client.post("/generate", json=body, headers=bearer(name) | {"x-request-id": "same"}))
+            for name in ("one", "two")
+        ]
+
+        async def seen(name: str) -> tuple[dict[str, Any], list[str]]:
+            answer = await client.get("/v1/console/live?scheduler=true", headers=bearer(name))
+            (replica,) = answer.json()["models"][0]["scheduler"]
+            return replica, sorted(row["key"] for row in replica["running"] + replica["waiting"])
+
+        async def both() -> bool:
+            return (await seen("all"))[1] == ["one", "two"]
+
+        await eventually(both, "both are listed")
+        for name in ("one", "two"):
+            replica, listed = await seen(name)
+            assert listed == [name]
+            assert (replica["num_running"], replica["num_waiting"]) == (1, 1)
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -265,7 +266,19 @@ async def test_the_page_needs_nothing_from_elsewhere(client: httpx.AsyncClient) 
     assert 'id="ChatRequest"' in response.text
     assert "http:" not in response.text
     assert "https:" not in response.text
+    assert re.findall("<script[^>]*>", response.text) == ['<script type="module" src="ui/docs.js">']
+    assert "<style" not in response.text
+    assert "script-src 'self'" in response.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("settings", [{"console": False}, {"protect_all_routes": True, "api_key": "k"}])
+async def test_without_the_files_of_the_console_the_page_is_a_table(serve: Serve, settings: dict[str, Any]) -> None:
+    async with serve(FakeEngine(), **settings) as client:
+        response = await client.get("/docs", headers={"authorization": "Bearer k"})
+    assert "/v1/chat/completions" in response.text
     assert "<script" not in response.text
+    assert "<noscript" not in response.text
+    assert "content-security-policy" not in response.headers
 
 
 async def test_metrics_of_requests(client: httpx.AsyncClient) -> None:

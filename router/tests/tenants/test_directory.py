@@ -107,7 +107,7 @@ def test_nothing_is_found_before_the_control_plane_has_named_the_tenants(directo
     assert find(directory) is None
     assert directory.session(SessionSigner(SECRET).new("ann", 0)) is None
     assert directory.session(SessionSigner("").new("ann", 0)) is None
-    assert directory.of_owner("name ann/laptop", WALL) is None
+    assert directory.of_owner("number 1", WALL) is None
 
 
 def test_a_state_without_any_user_is_known(directory: TenantDirectory) -> None:
@@ -179,7 +179,7 @@ def test_a_banned_key_that_has_expired_is_unknown(directory: TenantDirectory) ->
 def test_things_of_a_banned_key_have_no_account(directory: TenantDirectory) -> None:
     """A batch of the key goes on by this look-up, and what is banned is refused until the ban is lifted."""
     directory.take(state(key(is_banned=True)))
-    assert directory.of_owner("name ann/laptop", WALL) is None
+    assert directory.of_owner("number 1", WALL) is None
 
 
 def test_a_revoked_key_is_gone_with_the_state_that_leaves_it_out(directory: TenantDirectory) -> None:
@@ -187,7 +187,7 @@ def test_a_revoked_key_is_gone_with_the_state_that_leaves_it_out(directory: Tena
     directory.take(state(key(2, "other")))
     assert find(directory) is None
     assert find(directory, "other") is not None
-    assert directory.of_owner("name ann/laptop", WALL) is found(directory, "other")
+    assert directory.of_owner("number 1", WALL) is None
 
 
 def test_a_key_of_a_user_that_is_disabled_is_gone(directory: TenantDirectory) -> None:
@@ -284,14 +284,25 @@ def test_the_minute_goes_on_through_the_next_router(metrics: Metrics, charges: F
         enter(found(last), now)
 
 
-def test_things_of_an_owner_are_those_of_the_valid_key_of_that_name(directory: TenantDirectory) -> None:
+def test_things_of_an_owner_are_those_of_the_valid_key_of_that_number(directory: TenantDirectory) -> None:
     users = [user("ann"), user("bea")]
     directory.take(state(key(), key(2, "b", user="bea", expires=WALL), users=users))
-    assert directory.of_owner("name ann/laptop", WALL) is found(directory)
-    assert directory.of_owner("name bea/laptop", WALL) is None
-    assert directory.of_owner("name bea/laptop", WALL - 1) is directory.find(digest_of(b"b"), WALL - 1)
+    assert directory.of_owner("number 1", WALL) is found(directory)
+    assert directory.of_owner("number 2", WALL) is None
+    assert directory.of_owner("number 2", WALL - 1) is directory.find(digest_of(b"b"), WALL - 1)
     assert directory.of_owner(session_account(directory).key.owner, WALL) is session_account(directory)
     assert directory.of_owner("name cid/session", WALL) is None
+
+
+def test_a_key_keeps_its_things_when_it_is_renamed_and_no_other_key_has_them(directory: TenantDirectory) -> None:
+    directory.take(state(key(1)))
+    before = found(directory).key
+    directory.take(state(key(1, name="desk"), key(2, "b", name="laptop")))
+    after, other = found(directory).key, found(directory, "b").key
+    assert (before.owner, before.cache_owner) == (after.owner, after.cache_owner)
+    assert other.owner != before.owner
+    assert other.cache_owner != before.cache_owner
+    assert directory.of_owner(before.owner, WALL) is found(directory)
 
 
 def test_a_key_that_is_named_session_is_another_owner_than_the_sessions_of_its_user(

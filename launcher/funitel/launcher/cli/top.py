@@ -1,4 +1,4 @@
-"""`funitel top`: show the scheduler state of a server, refreshed on a terminal, or printed as text or JSON."""
+"""`funitel top`: show the models of a server, refreshed on a terminal, or printed as text or JSON."""
 
 import json
 import select
@@ -19,7 +19,8 @@ from funitel.launcher.terminal_ui.http_client import LOCAL_URL, Api, context_of
 from funitel.launcher.terminal_ui.terminal import console_of
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady
 
-PATH = "/debug/scheduler"
+PATH = "/v1/console/live"
+QUERY = "?scheduler=true&since=1e18"  # no samples of the last hour
 TICK_SECONDS = 0.1  # between two polls of keys and the window's size
 QUIT = frozenset("qQ\x03\x04")
 
@@ -47,9 +48,9 @@ def _state_of(api: Api) -> State:
         FunitelError: it does not serve its state.
     """
     try:
-        state = api.get(PATH)
+        state = api.get(PATH + QUERY)
     except InvalidRequest as error:
-        raise FunitelError(f"{api.url} has no {PATH}, is it started with --debug-routes? {error.message}") from None
+        raise FunitelError(f"{api.url} has no {PATH}, is it started with --console false? {error.message}") from None
     if not isinstance(state, dict):
         raise FunitelError(f"{api.url} gives an answer that funitel top cannot read")
     return state

@@ -45,11 +45,24 @@ def line(text: str) -> Text:
 
 
 def _parts(state: State, url: str, note: str) -> Iterator[RenderableType]:
-    yield line(f"{url} {state['model_id']} funitel {state['version']} {note}")
-    if not state["replicas"]:
+    yield line(f"{url} funitel {state['version']} {note}")
+    if not state["models"]:
         yield line("")
+        yield line("no model is loaded")
+    for model in state["models"]:
+        yield line("")
+        yield from _model(model)
+
+
+def _model(model: State) -> Iterator[RenderableType]:
+    now = model["now"]
+    yield line(
+        f"{model['name']}: {_count(now['requests'], 'request')}, {now['generated_tokens']:,} tokens, "
+        f"running {now['running']}, waiting {now['waiting']}"
+    )
+    if not model["replicas"]:
         yield line("no replica serves")
-    for replica in state["replicas"]:
+    for replica in model["scheduler"]:
         yield line("")
         yield from _replica(replica)
 

@@ -216,7 +216,9 @@ class LauncherSettings:
         "when not given.",
     )
     oidc_role_claim: str | None = setting(
-        None, "Claim of the provider's ID token with the role, such as realm_access.roles; users when not given."
+        None,
+        "Claim with the role, in the provider's ID token or its userinfo, such as realm_access.roles; "
+        "users when not given.",
     )
     debug_routes: bool = _router("debug_routes")
     state_dir: str | None = setting(

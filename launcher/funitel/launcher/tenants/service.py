@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 HINT_CHARACTERS = 4
 MAX_NAME_CHARACTERS = 64
+PROVIDER = "oidc"  # in the audit
 WRONG_LOGIN = "wrong name or password"
 
 
@@ -225,6 +226,11 @@ class Tenants:
         await self._state(accounts_store.note, actor.row(f"session of {user.name}"))
         return self.signer.new(user.name, user.generation)
 
+    async def note_refused(self, address: str, status: int) -> None:
+        """Note in the audit that the login of a browser at the provider was refused."""
+        actor = Actor(name=PROVIDER, role=Role.USER, address=address, action="log in")
+        await self._state(accounts_store.note, actor.row("session", status))
+
     async def end_session(self, actor: Actor, session: Session) -> None:
         """End one session."""
         row = replace(actor.row(f"session of {session.user}"), action="log out")
@@ -235,12 +241,14 @@ class Tenants:
     async def user_of_identity(self, identity: Identity) -> User:
         """The user that a provider's person is; one that is seen first becomes a user without a password.
 
+        The last admin stays one, whatever role the provider names.
+
         Raises:
             Unauthorized: the user is disabled.
             Conflict: a user of that name logs in otherwise.
         """
         user = next((user for user in self._users.values() if user.subject == identity.subject), None)
-        provider = Actor(name="oidc", role=Role.ADMIN, address="", action="log in")
+        provider = Actor(name=PROVIDER, role=Role.ADMIN, address="", action="log in")
         if user is None:
             name = _as_name(identity.name)
             if name in self._users:
@@ -250,7 +258,10 @@ class Tenants:
         if user.is_disabled:
             raise Unauthorized("this user is disabled")
         if identity.role is not None and identity.role is not user.role:
-            user = await self.change_user(provider, user.name, {"role": identity.role})
+            try:
+                user = await self.change_user(provider, user.name, {"role": identity.role})
+            except Conflict as error:
+                logger.warning("the provider names the role %s: %s", identity.role, error.message)
         return user
 
     def serializer(self, salt: str) -> URLSafeTimedSerializer:

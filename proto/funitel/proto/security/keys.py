@@ -45,6 +45,7 @@ class Key:
         models: names of models, with the same patterns.
         group: keys of one group share cached prefixes.
         is_bare: it has no record, so that its name depends on its line.
+        number: of a key in the database of users, which stays when the key is renamed or rotated.
     """
 
     name: str
@@ -59,10 +60,13 @@ class Key:
     max_concurrent_requests: int | None = None
     group: str | None = None
     is_bare: bool = False
+    number: int | None = None
 
     @property
     def owner(self) -> str:
-        """What lasting things of the key belong to; a key replaced under its name keeps them."""
+        """What lasting things of the key belong to; a key of a file that is replaced under its name keeps them."""
+        if self.number is not None:
+            return f"number {self.number}"
         return f"key {self.digest.hex()}" if self.is_bare else f"name {self.name}"
 
     @property

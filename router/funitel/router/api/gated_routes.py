@@ -8,6 +8,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from funitel.router.api.common.model_choice import ModelChoice
+from funitel.router.api.openapi import Pages
 from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
 from funitel.router.fleet.loading import Loads
@@ -18,7 +19,6 @@ from funitel.router.settings import RouterSettings
 
 NAME, NAME_WITH_SLASHES = "{name}", "{name:path}"  # of a model
 OF_ANY_TEXT = ":path}", ":text}"  # of a parameter in the table, and in a route
-Pages = Callable[[], tuple[bytes, str]]  # the document of the routes, for programs and for people
 
 
 class AnyText(PathConvertor):
@@ -32,7 +32,7 @@ register_url_convertor("text", AnyText())
 
 def gated_routes(
     settings: RouterSettings, accounts: Accounts, models: ServedModels, loads: Loads | None
-) -> tuple[list[Route], Pages]:
+) -> tuple[list[Route], Callable[[], Pages]]:
     """Return the routes, and what writes their document; without `loads` there is one model, and none is chosen."""
     listed = operations(settings)
     return [_gated(operation, accounts, models, loads) for operation in listed], partial(pages, listed)

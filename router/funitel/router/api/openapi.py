@@ -4,11 +4,12 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
 
+from funitel.router.console.assets import HEADERS
 from funitel.router.middleware.operation import PATH_PARAMETER, ModelUse, Operation
 
 REFERENCE = "#/components/schemas/{model}"
@@ -159,15 +160,14 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="description" content="Routes of a funitel server.">
+<meta name="color-scheme" content="light dark">
 <title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
-code, pre {{ font-family: ui-monospace, monospace; }}
-td, th {{ text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }}
-pre {{ background: #8882; padding: .6rem; overflow: auto; }}
-</style>
+{head}
 </head>
 <body>
+{before}
 <h1>{title} <small>{version}</small></h1>
 <p>The same as a document: <a href="openapi.json">openapi.json</a></p>
 <h2>Routes</h2>
@@ -176,13 +176,44 @@ pre {{ background: #8882; padding: .6rem; overflow: auto; }}
 </table>
 <h2>Schemas</h2>
 {schemas}
+{after}
 </body>
 </html>
 """
+_STYLE = """<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+code, pre { font-family: ui-monospace, monospace; }
+td, th { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }
+pre { background: #8882; padding: .6rem; overflow: auto; }
+</style>"""
+# With the console's files; a browser without scripts shows what is in `noscript`.
+_ASSETS = """<link rel="icon" href="ui/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="ui/style.css">
+<script type="module" src="ui/docs.js"></script>"""
 
 
-def page(described: dict[str, Any]) -> str:
-    """A page about an OpenAPI document that needs nothing from elsewhere."""
+class Pages(NamedTuple):
+    """The description of the routes, for programs and for people, and the headers of the page."""
+
+    document: bytes
+    page: str
+    headers: Mapping[str, str]
+
+
+def pages(described: dict[str, Any], *, has_console: bool) -> Pages:
+    """A document as it is sent."""
+    return Pages(
+        document=json.dumps(described, separators=(",", ":")).encode(),
+        page=page(described, has_console=has_console),
+        headers=HEADERS if has_console else {},
+    )
+
+
+def page(described: dict[str, Any], *, has_console: bool) -> str:
+    """A page about an OpenAPI document that needs nothing of other hosts.
+
+    With the console's files its routes can be tried.
+    """
     routes = "\n".join(
         _route_row(method, path, operation)
         for path, methods in described["paths"].items()
@@ -191,7 +222,13 @@ def page(described: dict[str, Any]) -> str:
     schemas = "\n".join(_schema_part(name, schema) for name, schema in described["components"]["schemas"].items())
     info = described["info"]
     return _PAGE.format(
-        title=html.escape(info["title"]), version=html.escape(info["version"]), routes=routes, schemas=schemas
+        title=html.escape(info["title"]),
+        version=html.escape(info["version"]),
+        routes=routes,
+        schemas=schemas,
+        head=_ASSETS if has_console else _STYLE,
+        before='<div id="app"></div>\n<noscript>' if has_console else "",
+        after="</noscript>" if has_console else "",
     )
 
 

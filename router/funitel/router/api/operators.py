@@ -117,14 +117,13 @@ async def _control_metrics(control: ControlSocket | None) -> bytes:
 
 async def openapi_json(http: HttpRequest) -> Response:
     """`/openapi.json`: the document of all routes."""
-    document, _ = http.app.state.pages()
-    return Response(document, media_type="application/json")
+    return Response(http.app.state.pages().document, media_type="application/json")
 
 
 async def docs(http: HttpRequest) -> Response:
-    """`/docs`: the same for people."""
-    _, page = http.app.state.pages()
-    return HTMLResponse(page)
+    """`/docs`: the same for people; with the console its routes can be tried."""
+    pages = http.app.state.pages()
+    return HTMLResponse(pages.page, headers=pages.headers)
 
 
 async def scheduler(http: HttpRequest) -> Response:
@@ -157,7 +156,7 @@ ROUTES = (
         failures=(404, 503),
     ),
     native_fact("/metrics", prometheus, "Metrics for Prometheus", text="text/plain"),
-    native_fact("/docs", docs, "This page", text="text/html"),
+    native_fact("/docs", docs, "The routes, with forms to try them", text="text/html"),
     native_fact("/openapi.json", openapi_json, "The OpenAPI document", answer=AnyObject),
     native_fact("/api-doc/openapi.json", openapi_json, "The same", answer=AnyObject),
 )

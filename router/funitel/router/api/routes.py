@@ -1,6 +1,5 @@
 """Join the routes of all protocols in one table, of which the application, the document and the key check are made."""
 
-import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -75,7 +74,7 @@ def document(listed: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
 
 
 @cache
-def pages(listed: tuple[Operation, ...] = OPERATIONS) -> tuple[bytes, str]:
+def pages(listed: tuple[Operation, ...] = OPERATIONS) -> openapi.Pages:
     """The same as it is sent, for programs and for people; written once."""
-    described = document(listed)
-    return json.dumps(described, separators=(",", ":")).encode(), openapi.page(described)
+    has_console = any(each in CONSOLE_ROUTES and not each.is_protected for each in listed)  # its files need no key
+    return openapi.pages(document(listed), has_console=has_console)

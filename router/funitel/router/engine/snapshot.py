@@ -1,4 +1,4 @@
-"""Snapshot of an engine's state for `/debug/scheduler`: numbers and names, never a word of a prompt or an answer.
+"""Snapshot of an engine's state for `funitel top`: numbers and names, never a word of a prompt or an answer.
 
 Its cost is bounded: of a long queue and a large batch the first are shown, and the counts are of all.
 """
@@ -154,9 +154,17 @@ class EngineView:
     num_ranks: int
     adapters: Callable[[], AdapterUse]
 
-    def state(self, index: int, now: float) -> ReplicaState:
-        """Describe the engine as the replica of an index; `now` is on the monotonic clock."""
+    def state(self, index: int, now: float, key: str | None = None) -> ReplicaState:
+        """Describe the engine.
+
+        Args:
+            index: of the replica.
+            now: on the monotonic clock.
+            key: name of the API key of which the sequences are listed; None for all keys. The counts are of all.
+        """
         scheduler = self.scheduler
+        waiting = self._waiting(now)
+        running = [self._running(each, now) for each in islice(scheduler.running.values(), MAX_SHOWN)]
         return ReplicaState(
             index=index,
             ranks=self.num_ranks,
@@ -164,8 +172,8 @@ class EngineView:
             num_waiting=len(scheduler.waiting),
             num_queued_tokens=scheduler.waiting.num_prompt_tokens,
             num_running=len(scheduler.running),
-            waiting=self._waiting(now),
-            running=[self._running(each, now) for each in islice(scheduler.running.values(), MAX_SHOWN)],
+            waiting=[each for each in waiting if key is None or each.key == key],
+            running=[each for each in running if key is None or each.key == key],
             pool=self._pool(),
             states=self._states(),
             adapters=self._adapters(),

@@ -310,7 +310,7 @@ class RouterSettings:
     )
     console: bool = setting(True, "Serve the console for browsers at /ui.", takes_value=True)
     debug_routes: bool = setting(
-        False, "Serve /debug/scheduler, which `funitel top` shows; only with a key or on loopback."
+        False, "Serve /debug/scheduler, the state of the scheduler; only with a key or on loopback."
     )
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Minimum log level: debug, info, warning, error.")

@@ -178,6 +178,7 @@ class TenantDirectory:
         key = Key(
             name=f"{record.user}/{record.name}",
             digest=bytes.fromhex(record.digest),
+            number=record.id,
             expires=None if record.expires is None else _instant(record.expires),
             routes=record.routes,
             models=record.models,

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from itsdangerous import BadSignature, URLSafeTimedSerializer
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -11,10 +12,10 @@ from starlette.routing import Route
 from funitel.launcher.control_plane.api.requests import json_of
 from funitel.launcher.control_plane.checks import Fields
 from funitel.launcher.tenants.api.requests import actor_of, tenants_of
-from funitel.launcher.tenants.oidc import TRY_SECONDS, LoginTry, OidcProvider
+from funitel.launcher.tenants.oidc import TRY_SECONDS, Identity, LoginTry, OidcProvider
 from funitel.launcher.tenants.records import User
 from funitel.launcher.tenants.service import Tenants
-from funitel.proto.errors import NotFound, Unauthorized
+from funitel.proto.errors import FunitelError, NotFound, Unauthorized
 from funitel.proto.printable import printable
 from funitel.proto.security.asker import CLIENT, ORIGIN
 from funitel.proto.security.sessions import COOKIE, MAX_AGE_SECONDS, SECURE_COOKIE, Session
@@ -44,10 +45,10 @@ async def look(request: Request) -> Response:
     tenants = tenants_of(request)
     session = _session_of(request, tenants)
     user = tenants.user_of(session)
-    provider = _provider(request)
+    of_server = {"has_users": True, "has_oidc": _provider(request) is not None}
     if user is None or session is None:
-        return JSONResponse({"user": None, "csrf_token": None, "has_oidc": provider is not None}, headers=_NO_STORE)
-    return JSONResponse(_shown(tenants, user, session) | {"has_oidc": provider is not None}, headers=_NO_STORE)
+        return JSONResponse({"user": None, "csrf_token": None, "expires": None} | of_server, headers=_NO_STORE)
+    return JSONResponse(_shown(tenants, user, session) | of_server, headers=_NO_STORE)
 
 
 async def log_out(request: Request) -> Response:
@@ -80,18 +81,26 @@ async def come_back(request: Request) -> Response:
         kept = _tries(tenants).loads(request.cookies.get(TRY_COOKIE, ""), max_age=TRY_SECONDS)
     except BadSignature:
         raise Unauthorized("this browser has begun no login here, or too long ago") from None
-    login, query = LoginTry(**kept), request.query_params
-    login.check_state(query.get("state", ""))
+    login, address = LoginTry(**kept), request.headers.get(CLIENT, "")
+    login.check_state(request.query_params.get("state", ""))
+    try:
+        user = await tenants.user_of_identity(await _identity(provider, login, request.query_params))
+    except FunitelError as error:
+        await tenants.note_refused(address, error.http_status)
+        raise
+    cookie = await tenants.begin_session(user, address)
+    response = _with_session(request, RedirectResponse(CONSOLE, 303, _NO_STORE), cookie)
+    response.delete_cookie(TRY_COOKIE, path=CALLBACK)
+    return response
+
+
+async def _identity(provider: OidcProvider, login: LoginTry, query: QueryParams) -> Identity:
+    """The person that the provider names for its answer to the browser."""
     if "error" in query:
         raise Unauthorized(f"the provider refuses the login: {printable(query['error'][:MAX_ERROR_CHARACTERS])}")
     if not query.get("code"):
         raise Unauthorized("the provider's answer has no code")
-    identity = await provider.identity(login, query["code"])
-    user = await tenants.user_of_identity(identity)
-    cookie = await tenants.begin_session(user, request.headers.get(CLIENT, ""))
-    response = _with_session(request, RedirectResponse(CONSOLE, 303, _NO_STORE), cookie)
-    response.delete_cookie(TRY_COOKIE, path=CALLBACK)
-    return response
+    return await provider.identity(login, query["code"])
 
 
 _NO_STORE = {"cache-control": "no-store"}

@@ -6,9 +6,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import NotFound
+from funitel.proto.version import version
 from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.handler import models_of
-from funitel.router.api.common.visibility import visible_owner
+from funitel.router.api.common.visibility import visible_key, visible_owner
 from funitel.router.api.console.schema import (
     EndedRequestList,
     EndedRequestRecord,
@@ -19,7 +20,9 @@ from funitel.router.api.console.schema import (
     ModelSample,
     ReplicaNow,
 )
+from funitel.router.api.requests.handlers import running_of
 from funitel.router.console.assets import HEADERS, INDEX, assets
+from funitel.router.engine.snapshot import ReplicaState
 from funitel.router.fleet.history import Sample
 from funitel.router.fleet.models import ServedModel
 from funitel.router.serving.service import Service
@@ -49,16 +52,32 @@ async def asset(http: HttpRequest) -> Response:
 
 async def live(http: HttpRequest) -> Response:
     """`/v1/console/live`: the numbers of every model that is loaded, now and in the last hour."""
-    since = query_of(http, LiveQuery).since
-    models = models_of(http)
-    found = [_live(each, each.service, models.history.since(each.name, since)) for each in models if each.service]
-    return json_answer(LiveState(time=time.time(), models=found), NO_CACHE)
+    query, key = query_of(http, LiveQuery), visible_key(http)
+    found = []
+    for model in models_of(http):
+        if model.service is not None:
+            samples = models_of(http).history.since(model.name, query.since)
+            states = _scheduler(model.service, key) if query.scheduler else None
+            found.append(_live(model, model.service, samples, states))
+    requests = running_of(http) if query.requests else None
+    return json_answer(LiveState(version=version(), time=time.time(), models=found, requests=requests), NO_CACHE)
 
 
-def _live(model: ServedModel, service: Service, samples: list[Sample]) -> LiveModel:
+def _scheduler(service: Service, key: str | None) -> list[ReplicaState]:
+    """The state of each replica; none for a model that does not generate."""
+    now = time.monotonic()
+    views = {} if service.is_encoder else service.engine.views
+    return [view.state(index, now, key) for index, view in sorted(views.items())]
+
+
+def _live(
+    model: ServedModel, service: Service, samples: list[Sample], scheduler: list[ReplicaState] | None
+) -> LiveModel:
     numbers = service.metrics.live()
     return LiveModel(
         name=model.name,
+        model_id=service.model_id,
+        scheduler=scheduler,
         now=ModelNumbers.model_validate(numbers),
         samples=[_sample(each) for each in samples],
         replicas=[_replica(each) for each in numbers.replicas],

@@ -2,11 +2,16 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from funitel.router.api.requests.schema import RequestRecord
+from funitel.router.engine.snapshot import ReplicaState
+
 
 class LiveQuery(BaseModel):
     """Which samples are wanted."""
 
     since: float = Field(default=0.0, description="Unix time; only later samples are sent.")
+    requests: bool = Field(default=False, description="Whether the requests that run are sent, too.")
+    scheduler: bool = Field(default=False, description="Whether queue, batch, pool and last steps are sent, too.")
 
 
 class ModelNumbers(BaseModel):
@@ -47,16 +52,23 @@ class LiveModel(BaseModel):
     """A model that is loaded."""
 
     name: str
+    model_id: str
     now: ModelNumbers
     samples: list[ModelSample] = Field(description="One every five seconds, of the last hour at most, oldest first.")
     replicas: list[ReplicaNow]
+    scheduler: list[ReplicaState] | None = Field(
+        default=None,
+        description="Each replica that serves, with the sequences of the key; null where it is not asked for.",
+    )
 
 
 class LiveState(BaseModel):
     """All models that are loaded."""
 
+    version: str = Field(description="Of funitel.")
     time: float = Field(description="Unix time.")
     models: list[LiveModel]
+    requests: list[RequestRecord] | None = Field(default=None, description="Null where they are not asked for.")
 
 
 class EndedRequestRecord(BaseModel):

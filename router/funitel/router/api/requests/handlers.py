@@ -27,8 +27,13 @@ _WORDS: dict[RunningState, Literal["waiting", "running", "paused"]] = {
 
 async def listed(http: HttpRequest) -> Response:
     """`GET /v1/requests`: the requests that run."""
+    return json_answer(RequestList(data=running_of(http)))
+
+
+def running_of(http: HttpRequest) -> list[RequestRecord]:
+    """The requests that run, of those that the key of a request may see."""
     now = time.monotonic()
-    return json_answer(RequestList(data=[_record(request, now) for request in _visible(http)]))
+    return [_record(request, now) for request in _visible(http)]
 
 
 async def abort(http: HttpRequest) -> Response:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from funitel.router.api.common.error_schemas import OpenAIErrorResponse
-from funitel.router.api.tenants.handlers import forward, forward_body
+from funitel.router.api.tenants.handlers import forward, forward_body, session
 from funitel.router.api.tenants.schema import (
     ApiKey,
     ApiKeys,
@@ -43,7 +43,13 @@ _patch = {"method": "PATCH", "failures": BODY_FAILURES}
 _delete = {"method": "DELETE", "failures": (*FAILURES, 409)}
 
 ROUTES = (
-    _login("/v1/auth/session", forward, "The session of this browser", answer=SessionState, **_read),
+    _login(
+        "/v1/auth/session",
+        session,
+        "Whether there are users, and the session of this browser",
+        answer=SessionState,
+        **_read,
+    ),
     _login(
         "/v1/auth/login",
         forward_body,

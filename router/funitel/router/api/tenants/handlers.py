@@ -4,10 +4,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import NotFound
+from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import models_of
 from funitel.router.api.fleet import handlers
+from funitel.router.api.tenants.schema import SessionState
 
 NO_USERS = "this server has no users: start it with --users"
+
+
+async def session(http: HttpRequest) -> Response:
+    """`/v1/auth/session`: whether this server has users, and the session of this browser."""
+    if models_of(http).own.settings.users:
+        return await handlers.forward(http)
+    return json_answer(SessionState(has_users=False))
 
 
 async def forward(http: HttpRequest) -> Response:

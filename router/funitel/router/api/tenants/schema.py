@@ -215,7 +215,10 @@ class Login(Body):
 class SessionState(BaseModel):
     """The session of a browser; `user` is null where it has none."""
 
-    user: TenantUser | None
-    csrf_token: str | None = Field(description="For the header `x-funitel-csrf` of requests that change something.")
+    has_users: bool = Field(default=True, description="Whether the server was started with `--users`.")
+    user: TenantUser | None = None
+    csrf_token: str | None = Field(
+        default=None, description="For the header `x-funitel-csrf` of requests that change something."
+    )
     expires: float | None = None
     has_oidc: bool | None = None

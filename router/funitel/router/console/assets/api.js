@@ -2,7 +2,7 @@
 
 const KEY = "funitel-key";
 
-export const root = new URL("../", document.baseURI);
+export const root = new URL("../", import.meta.url);
 
 export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
 

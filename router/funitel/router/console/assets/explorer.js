@@ -1,6 +1,6 @@
 // The routes of /openapi.json, each with its fields, and a form that sends a request.
 import { html, useMemo, useState } from "./vendor/preact-htm.js";
-import { ApiError, call, request } from "./api.js";
+import { ApiError, call, request, root } from "./api.js";
 import { Problem, usePolled } from "./widgets.js";
 
 const DEPTH = 6; // of nested records in an example
@@ -146,7 +146,7 @@ export function Explorer() {
   const shown = routes.filter(({ path, operation }) => `${path} ${operation.summary}`.toLowerCase().includes(wanted));
   return html`<div class="explorer">
     <h1>Docs</h1>
-    <p>The routes of this server. The document is <a href="../openapi.json">/openapi.json</a>.</p>
+    <p>The routes of this server. The document is <a href=${new URL("openapi.json", root)}>/openapi.json</a>.</p>
     <${Problem} error=${error} />
     <label>Filter <input type="search" value=${filter} placeholder="path or summary" onInput=${(e) => setFilter(e.target.value)} /></label>
     ${shown.map((each) => html`<${Route} key=${`${each.method} ${each.path}`} document=${document} ...${each} />`)}

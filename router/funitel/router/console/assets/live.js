@@ -5,7 +5,7 @@ import { Problem, count, seconds, usePolled } from "./widgets.js";
 
 const HOUR = 3600;
 const HEIGHT = 160;
-const COLORS = ["#0b5fa5", "#b3541e", "#2e7d32", "#7b3fa0", "#9a6700", "#5f6368"];
+const COLORS = ["#2a7fd4", "#b86e00", "#2a9350", "#c2479a", "#7a6ee0", "#d0503f"]; // seen on a light and a dark ground
 
 let plotting = null;
 // uPlot is a classic script that makes one global.
@@ -102,8 +102,7 @@ function Picture({ title, models, samples, of }) {
   </figure>`;
 }
 
-function Running({ again }) {
-  const [listed, error, refresh] = usePolled(() => call("v1/requests"), 1000);
+function Running({ requests, again }) {
   const [problem, setProblem] = useState(null);
   async function cancel(id) {
     setProblem(null);
@@ -112,13 +111,11 @@ function Running({ again }) {
     } catch (failed) {
       setProblem(failed);
     }
-    refresh();
     again();
   }
-  const requests = listed?.data ?? [];
   return html`<section>
     <h2>Requests under way</h2>
-    <${Problem} error=${error ?? problem} />
+    <${Problem} error=${problem} />
     ${requests.length === 0
       ? html`<p class="hint">None.</p>`
       : html`<div class="scrolled" tabindex="0" role="region" aria-label="Requests under way"><table>
@@ -138,7 +135,7 @@ export function Live() {
   const samples = useRef({});
   const since = useRef(0);
   const [state, error, again] = usePolled(async () => {
-    const found = await call(`v1/console/live?since=${since.current}`);
+    const found = await call(`v1/console/live?requests=true&since=${since.current}`);
     const begin = found.time - HOUR;
     const merged = {};
     for (const model of found.models) {
@@ -182,6 +179,6 @@ export function Live() {
         </tbody>
       </table></div>
     </section>`}
-    <${Running} again=${again} />
+    <${Running} requests=${state?.requests ?? []} again=${again} />
   </div>`;
 }

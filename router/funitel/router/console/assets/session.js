@@ -4,14 +4,9 @@ import { call, setCsrfToken } from "./api.js";
 export const SIGNED_OUT = { isOn: true, user: null, hasOidc: false };
 const NONE = { isOn: false, user: null, hasOidc: false };
 
-// A server without users says 404.
 export async function lookUp() {
-  try {
-    return take(await call("v1/auth/session"));
-  } catch (error) {
-    if (error.status === 404 || error.status === 403) return NONE;
-    throw error;
-  }
+  const found = await call("v1/auth/session");
+  return found.has_users ? take(found) : NONE;
 }
 
 function take(found) {

@@ -65,10 +65,10 @@ export function Dialog({ title, onClose, children }) {
     element.current.showModal();
   }, []);
   return html`<dialog ref=${element} onClose=${onClose} aria-labelledby="dialog-title">
-    <header>
+    <div class="dialog-head">
       <h2 id="dialog-title">${title}</h2>
       <button type="button" class="quiet" aria-label="Close" onClick=${() => element.current.close()}>✕</button>
-    </header>
+    </div>
     ${children}
   </dialog>`;
 }
