@@ -1,9 +1,12 @@
 """Users, their keys and sessions on a real server: scopes, quotas under load, roles by route, the audit, kill -9."""
 
 import asyncio
+import json
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -269,6 +272,44 @@ def test_a_user_sees_and_changes_its_own_alone(plane: Plane) -> None:
         assert {row["user"] for row in fay.get("/v1/usage?user=gus").json()["usage"]} <= {"fay"}
         number = fay.post("/v1/keys", json={"name": "mine"}).json()["id"]
         assert fay.patch(f"/v1/keys/{number}", json={"is_banned": True}).status_code == 403
+
+
+# Commands -------------------------------------------------------------------------------------------------------
+
+
+def test_commands_manage_users_and_keys_and_take_over_a_file(plane: Plane, tmp_path: Path) -> None:
+    def run(*words: str, text: str = "", code: int = 0) -> str:
+        command = [sys.executable, "-m", "funitel", *words, "--url", f"unix://{plane.socket}"]
+        ended = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS)
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout if code == 0 else ended.stderr.splitlines()[-1]
+
+    assert run("user", "new", "ian", "--password-stdin", text=f"{PASSWORD}\n") == "ian is a user: user\n"
+    assert "there is a user 'ian'" in run("user", "new", "ian", "--no-password", code=1)
+    run("user", "change", "ian", "--role", "operator", "--tokens-per-month", "100000")
+    assert "operator" in run("user", "list")
+    key = run("user", "new-key", "ian", "--key-name", "laptop").split()[-1]
+    assert ask(plane, key).status_code == 200
+    number = run("user", "keys", "ian").splitlines()[1].split()[0]
+    rotated = run("user", "rotate-key", number).split()[-1]
+    assert (ask(plane, key).status_code, ask(plane, rotated).status_code) == (401, 200)
+    run("user", "revoke-key", number)
+    assert ask(plane, rotated).status_code == 401
+    path = tmp_path / "keys"
+    made = [sys.executable, "-m", "funitel", "key", "new", "--name", "old", "--api-key-file", str(path)]
+    old = subprocess.run(
+        [*made, "--requests-per-minute", "2"], capture_output=True, text=True, timeout=SECONDS
+    ).stdout.split()[-1]
+    assert ask(plane, old).status_code == 401
+    imported = run("key", "import", "--api-key-file", str(path), "--user", "ian")
+    assert imported == "1 key belongs to ian now: start the server without --api-key-file\n"
+    assert [ask(plane, old).status_code for _ in range(3)] == [200, 200, 429]
+    assert "has a key 'old'" in run("key", "import", "--api-key-file", str(path), "--user", "ian", code=1)
+    _until(lambda: "old" in run("usage", "--user", "ian"))
+    rows = json.loads(run("audit", "--object", "key ian/old", "--json"))
+    assert [(row["actor"], row["action"]) for row in rows] == [("socket", "POST /v1/keys/import")]
+    run("user", "delete", "ian")
+    assert ask(plane, old).status_code == 401
 
 
 # The audit ------------------------------------------------------------------------------------------------------

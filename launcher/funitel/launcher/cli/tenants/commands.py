@@ -18,8 +18,9 @@ from funitel.launcher.cli.tenants.settings import (
     NewUserKeySettings,
     NewUserSettings,
     PasswordSettings,
+    RevokeKeySettings,
+    RotateKeySettings,
     UsageSettings,
-    UserKeySettings,
     UserKeysSettings,
 )
 from funitel.launcher.terminal_ui.terminal import one_line
@@ -141,13 +142,13 @@ def _key(key: Mapping[str, Any]) -> str:
     return f"expires {_instant(key['expires'])}" if key.get("expires") else "valid"
 
 
-def revoke_key(settings: UserKeySettings) -> None:
+def revoke_key(settings: RevokeKeySettings) -> None:
     """Revoke a key."""
     api_of(settings).send("DELETE", f"{KEYS}/{settings.id}")
     print(f"the key {settings.id} is revoked")
 
 
-def rotate_key(settings: UserKeySettings) -> None:
+def rotate_key(settings: RotateKeySettings) -> None:
     """Give a key another text, and print it."""
     api = api_of(settings)
     print(object_of(api.send("POST", f"{KEYS}/{settings.id}/rotate", {}), api).get("key"))
@@ -163,7 +164,8 @@ def import_keys(settings: ImportKeysSettings) -> None:
     api = api_of(settings)
     body = {"user": user, "lines": [line if line.strip() else " " for line in lines]}
     added = list_of(api.send("POST", f"{KEYS}/import", body), "keys", api)
-    print(f"{len(added)} keys are those of {one_line(user)} now: start the server without {FLAG}")
+    count = "1 key belongs" if len(added) == 1 else f"{len(added)} keys belong"
+    print(f"{count} to {one_line(user)} now: start the server without {FLAG}")
 
 
 # Usage and audit
@@ -221,6 +223,6 @@ USER_COMMANDS: Mapping[str, Callable[..., None]] = {
     "delete": as_command(DeleteUserSettings, delete, _NAME),
     "keys": as_command(UserKeysSettings, list_keys, _NAME),
     "new-key": as_command(NewUserKeySettings, new_key, _NAME),
-    "revoke-key": as_command(UserKeySettings, revoke_key, _ID),
-    "rotate-key": as_command(UserKeySettings, rotate_key, _ID),
+    "revoke-key": as_command(RevokeKeySettings, revoke_key, _ID),
+    "rotate-key": as_command(RotateKeySettings, rotate_key, _ID),
 }

@@ -100,8 +100,15 @@ class UserKeysSettings(FleetClientSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserKeySettings(FleetClientSettings):
-    """Revoke a key, or give it another text."""
+class RevokeKeySettings(FleetClientSettings):
+    """Revoke a key for ever."""
+
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateKeySettings(FleetClientSettings):
+    """Give a key another text, which is printed once; the old one is not valid any more."""
 
     id: int
 
