@@ -18,8 +18,8 @@ from funitel.launcher.cli.tenants.settings import (
     NewUserKeySettings,
     NewUserSettings,
     PasswordSettings,
-    RevokeKeySettings,
-    RotateKeySettings,
+    RevokeUserKeySettings,
+    RotateUserKeySettings,
     UsageSettings,
     UserKeysSettings,
 )
@@ -142,13 +142,13 @@ def _key(key: Mapping[str, Any]) -> str:
     return f"expires {_instant(key['expires'])}" if key.get("expires") else "valid"
 
 
-def revoke_key(settings: RevokeKeySettings) -> None:
+def revoke_key(settings: RevokeUserKeySettings) -> None:
     """Revoke a key."""
     api_of(settings).send("DELETE", f"{KEYS}/{settings.id}")
     print(f"the key {settings.id} is revoked")
 
 
-def rotate_key(settings: RotateKeySettings) -> None:
+def rotate_key(settings: RotateUserKeySettings) -> None:
     """Give a key another text, and print it."""
     api = api_of(settings)
     print(object_of(api.send("POST", f"{KEYS}/{settings.id}/rotate", {}), api).get("key"))
@@ -223,6 +223,6 @@ USER_COMMANDS: Mapping[str, Callable[..., None]] = {
     "delete": as_command(DeleteUserSettings, delete, _NAME),
     "keys": as_command(UserKeysSettings, list_keys, _NAME),
     "new-key": as_command(NewUserKeySettings, new_key, _NAME),
-    "revoke-key": as_command(RevokeKeySettings, revoke_key, _ID),
-    "rotate-key": as_command(RotateKeySettings, rotate_key, _ID),
+    "revoke-key": as_command(RevokeUserKeySettings, revoke_key, _ID),
+    "rotate-key": as_command(RotateUserKeySettings, rotate_key, _ID),
 }

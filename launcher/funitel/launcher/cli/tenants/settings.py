@@ -100,14 +100,14 @@ class UserKeysSettings(FleetClientSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RevokeKeySettings(FleetClientSettings):
+class RevokeUserKeySettings(FleetClientSettings):
     """Revoke a key for ever."""
 
     id: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotateKeySettings(FleetClientSettings):
+class RotateUserKeySettings(FleetClientSettings):
     """Give a key another text, which is printed once; the old one is not valid any more."""
 
     id: int
