@@ -274,6 +274,42 @@ def test_a_user_sees_and_changes_its_own_alone(plane: Plane) -> None:
         assert fay.patch(f"/v1/keys/{number}", json={"is_banned": True}).status_code == 403
 
 
+async def test_requests_of_others_are_an_operators_to_see_and_end(plane: Plane) -> None:
+    """A user chooses the scopes of its keys, so that a scope alone must not open what others do."""
+    routes = ["/v1/*", "/v1/requests*", "/v1/requests", "/v1/requests/{request_id}", "/v1/console/*"]
+    for name, role in (("jan", "user"), ("kim", "user"), ("lea", "operator")):
+        plane.user(name, role)
+    keys = {name: plane.key(name, routes=routes)[1] for name in ("jan", "kim", "lea")}
+    _, own = plane.key("lea", "narrow")
+    async with AsyncExitStack() as stack:
+        sessions = {name: stack.enter_context(plane.session(name)) for name in keys}
+        client = httpx.AsyncClient(base_url=plane.url, verify=PLAIN, timeout=SECONDS)
+        await stack.enter_async_context(client)
+        answer, _ = await _begun_stream(client, keys["jan"], 4000)
+
+        async def seen(headers: dict[str, str]) -> tuple[int, int]:
+            listed = (await client.get("/v1/requests", headers=headers)).json()["data"]
+            live = (await client.get("/v1/console/live?scheduler=true&requests=true", headers=headers)).json()
+            assert len(live["requests"]) == len(listed)
+            (replica,) = live["models"][0]["scheduler"]
+            return len(listed), len(replica["running"])
+
+        assert await seen(bearer(keys["jan"])) == (1, 1)
+        assert await seen(bearer(keys["kim"])) == (0, 0)
+        assert await seen(bearer(keys["lea"])) == (1, 1)
+        assert await seen(bearer(own)) == (0, 0)
+        for name, count in (("jan", 1), ("kim", 0), ("lea", 1)):
+            assert len(sessions[name].get("/v1/requests").json()["data"]) == count
+        request_id = (await client.get("/v1/requests", headers=bearer(keys["jan"]))).json()["data"][0]["id"]
+        ended = await client.delete(f"/v1/requests/{request_id}", headers=bearer(keys["kim"]))
+        assert ended.status_code == 404
+        ended = await client.delete(f"/v1/requests/{request_id}", headers=bearer(keys["lea"]))
+        assert ended.status_code == 200
+        await answer.aclose()
+        recent = (await client.get("/v1/console/requests", headers=bearer(keys["kim"]))).json()["requests"]
+        assert {each["key"] for each in recent} <= {"kim/k"}
+
+
 # Commands -------------------------------------------------------------------------------------------------------
 
 

@@ -323,6 +323,9 @@ class FakeTenant:
     def paying(self, *_: object) -> object:
         raise NotImplementedError
 
+    def accounts(self) -> list[Account]:
+        raise NotImplementedError
+
     def count_request(self) -> None: ...
 
     def reserve(self, num_tokens: int) -> None: ...

@@ -37,6 +37,6 @@ def test_the_newest_come_first_and_the_oldest_go() -> None:
         recent.add(ended(b"even" if i % 2 == 0 else b"odd", prompt_tokens=i))
     every = [request.prompt_tokens for request in recent.of(None)]
     assert every == list(range(MAX_REQUESTS + 4, 4, -1))
-    assert all(request.owner == b"odd" for request in recent.of(b"odd"))
-    assert list(recent.of(b"none")) == []
+    assert all(request.owner == b"odd" for request in recent.of({b"odd"}))
+    assert list(recent.of({b"none"})) == []
     assert len({request.serial for request in recent.of(None)}) == MAX_REQUESTS

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -286,6 +286,9 @@ class AccountTenant(Protocol):
     @property
     def limits(self) -> MinuteLimits:
         """The limits of the user."""
+
+    def accounts(self) -> Sequence[Account]:
+        """The accounts of all keys and sessions of the user."""
 
     def count_request(self) -> None:
         """Keep for the next router that a request began."""

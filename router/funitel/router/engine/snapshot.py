@@ -4,7 +4,7 @@ Its cost is bounded: of a long queue and a large batch the first are shown, and 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -154,13 +154,13 @@ class EngineView:
     num_ranks: int
     adapters: Callable[[], AdapterUse]
 
-    def state(self, index: int, now: float, key: str | None = None) -> ReplicaState:
+    def state(self, index: int, now: float, keys: Container[str | None] | None = None) -> ReplicaState:
         """Describe the engine.
 
         Args:
             index: of the replica.
             now: on the monotonic clock.
-            key: name of the API key of which the sequences are listed; None for all keys. The counts are of all.
+            keys: names of the API keys of which sequences are listed; None for all. The counts are of all.
         """
         scheduler = self.scheduler
         waiting = self._waiting(now)
@@ -172,8 +172,8 @@ class EngineView:
             num_waiting=len(scheduler.waiting),
             num_queued_tokens=scheduler.waiting.num_prompt_tokens,
             num_running=len(scheduler.running),
-            waiting=[each for each in waiting if key is None or each.key == key],
-            running=[each for each in running if key is None or each.key == key],
+            waiting=[each for each in waiting if keys is None or each.key in keys],
+            running=[each for each in running if keys is None or each.key in keys],
             pool=self._pool(),
             states=self._states(),
             adapters=self._adapters(),

@@ -1,7 +1,7 @@
 """The HTTP requests that run: found by id, listed, aborted, paused and resumed. Event loop only."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -93,6 +93,6 @@ class RunningRequests:
         finally:
             del self._requests[request]
 
-    def of(self, owner: bytes | None) -> list[ActiveRequest]:
-        """The requests of the API key of an owner; None for all."""
-        return [request for request in self._requests if owner is None or request.owner == owner]
+    def of(self, owners: Container[bytes] | None) -> list[ActiveRequest]:
+        """The requests of the API keys of owners; None for all."""
+        return [request for request in self._requests if owners is None or request.owner in owners]

@@ -5,7 +5,7 @@ No word of a prompt or an answer is kept.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -87,6 +87,6 @@ class RecentRequests:
         """Keep one that has ended."""
         self._requests.append(request)
 
-    def of(self, owner: bytes | None) -> Iterator[EndedRequest]:
-        """Those of the API key of an owner, the newest first; None for all."""
-        return (each for each in reversed(self._requests) if owner is None or each.owner == owner)
+    def of(self, owners: Container[bytes] | None) -> Iterator[EndedRequest]:
+        """Those of the API keys of owners, the newest first; None for all."""
+        return (each for each in reversed(self._requests) if owners is None or each.owner in owners)

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
@@ -54,6 +54,10 @@ class TenantUse:
     def limits(self) -> TenantLimits:
         """The limits of the user."""
         return self.user.limits
+
+    def accounts(self) -> Sequence[Account]:
+        """The accounts of all keys and sessions of the user."""
+        return self._directory.accounts_of(self.name)
 
     def count_request(self) -> None:
         """Keep for the next router that a request began."""
@@ -238,6 +242,11 @@ class TenantDirectory:
         keys = (account for number, account in self._keys.items() if number not in banned)
         accounts = (*keys, *self._sessions.values())
         return next((each for each in accounts if each.key.owner == owner and each.is_valid(now)), None)
+
+    def accounts_of(self, user: str) -> Sequence[Account]:
+        """The accounts of a user: of the keys, and of the sessions."""
+        accounts = (*self._keys.values(), *self._sessions.values())
+        return [each for each in accounts if each.tenant is not None and each.tenant.name == user]
 
     def count_refusal(self, tenant: TenantUse, reason: str) -> None:
         """Count a request that was refused by a limit of a month."""

@@ -1,6 +1,7 @@
 """Handle the console: its files, and what its pages show."""
 
 import time
+from collections.abc import Container
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -9,7 +10,7 @@ from funitel.proto.errors import NotFound
 from funitel.proto.version import version
 from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.handler import models_of
-from funitel.router.api.common.visibility import visible_key, visible_owner
+from funitel.router.api.common.visibility import visible_keys, visible_owners
 from funitel.router.api.console.schema import (
     EndedRequestList,
     EndedRequestRecord,
@@ -52,22 +53,22 @@ async def asset(http: HttpRequest) -> Response:
 
 async def live(http: HttpRequest) -> Response:
     """`/v1/console/live`: the numbers of every model that is loaded, now and in the last hour."""
-    query, key = query_of(http, LiveQuery), visible_key(http)
+    query, keys = query_of(http, LiveQuery), visible_keys(http)
     found = []
     for model in models_of(http):
         if model.service is not None:
             samples = models_of(http).history.since(model.name, query.since)
-            states = _scheduler(model.service, key) if query.scheduler else None
+            states = _scheduler(model.service, keys) if query.scheduler else None
             found.append(_live(model, model.service, samples, states))
     requests = running_of(http) if query.requests else None
     return json_answer(LiveState(version=version(), time=time.time(), models=found, requests=requests), NO_CACHE)
 
 
-def _scheduler(service: Service, key: str | None) -> list[ReplicaState]:
+def _scheduler(service: Service, keys: Container[str] | None) -> list[ReplicaState]:
     """The state of each replica; none for a model that does not generate."""
     now = time.monotonic()
     views = {} if service.is_encoder else service.engine.views
-    return [view.state(index, now, key) for index, view in sorted(views.items())]
+    return [view.state(index, now, keys) for index, view in sorted(views.items())]
 
 
 def _live(
@@ -102,5 +103,6 @@ def _replica(numbers: ReplicaNumbers) -> ReplicaNow:
 
 async def requests(http: HttpRequest) -> Response:
     """`/v1/console/requests`: the requests to a model that ended last; a key sees its own, as in `/v1/requests`."""
-    found = [EndedRequestRecord.model_validate(each) for each in models_of(http).metrics.recent.of(visible_owner(http))]
+    ended = models_of(http).metrics.recent.of(visible_owners(http))
+    found = [EndedRequestRecord.model_validate(each) for each in ended]
     return json_answer(EndedRequestList(requests=found), NO_CACHE)

@@ -1,7 +1,6 @@
 """Handle `/v1/requests`: the requests that run.
 
-A key sees its own requests. A key with a scope that names these routes, such as `/v1/requests*`, sees those of all
-keys.
+A key sees its own requests, an operator's those of all keys: `visibility`.
 """
 
 import time
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest, NotFound
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import models_of
-from funitel.router.api.common.visibility import visible_owner
+from funitel.router.api.common.visibility import visible_owners
 from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
 from funitel.router.serving.running import ActiveRequest, RunningState
 
@@ -60,8 +59,8 @@ async def resume(http: HttpRequest) -> Response:
 
 
 def _visible(http: HttpRequest) -> list[ActiveRequest]:
-    owner = visible_owner(http)
-    return [request for service in models_of(http).services for request in service.running.of(owner)]
+    owners = visible_owners(http)
+    return [request for service in models_of(http).services for request in service.running.of(owners)]
 
 
 def _changeable(http: HttpRequest) -> list[ActiveRequest]:
