@@ -34,7 +34,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
     """A server with users and a tiny model that never ends an answer by itself."""
     folder = tmp_path_factory.mktemp("users")
     model = save_tiny("llama", folder / "tiny", max_position_embeddings=4096, eos_token_id=VOCAB_SIZE)
-    with users_fleet(folder, model, MODEL) as running:
+    with users_fleet(folder, model, MODEL, "--batch-dir", str(folder / "batches")) as running:
         yield running
 
 
@@ -119,6 +119,7 @@ def test_wrong_passwords_are_slowed_down(plane: Plane) -> None:
     body = {"name": "dan", "password": "wrong password"}
     statuses = [httpx.post(f"{plane.url}/v1/auth/login", json=body, verify=PLAIN).status_code for _ in range(8)]
     assert statuses[:5] == [401] * 5
+    assert int(httpx.post(f"{plane.url}/v1/auth/login", json=body, verify=PLAIN).headers["retry-after"]) >= 1
     assert 429 in statuses[5:]
 
 
@@ -308,6 +309,84 @@ async def test_requests_of_others_are_an_operators_to_see_and_end(plane: Plane) 
         await answer.aclose()
         recent = (await client.get("/v1/console/requests", headers=bearer(keys["kim"]))).json()["requests"]
         assert {each["key"] for each in recent} <= {"kim/k"}
+
+
+def test_a_text_that_is_no_unicode_is_refused_and_stops_no_change(plane: Plane) -> None:
+    """Half of a surrogate pair, which JSON can spell, in one key must not keep the keys of all as they are."""
+    plane.user("mia")
+    number, key = plane.key("mia", "kept")
+    with plane.session("mia") as mia:
+        for field in ("models", "routes"):
+            body = f'{{"name": "bad", "{field}": ["/\\ud800"]}}'
+            refused = mia.post("/v1/keys", content=body, headers={"content-type": "application/json"})
+            assert refused.status_code == 400, refused.text
+        assert ask(plane, key).status_code == 200
+    plane.ask("DELETE", f"/v1/keys/{number}")
+    assert ask(plane, key).status_code == 401
+    assert [each["name"] for each in plane.ask("GET", "/v1/keys?user=mia")["keys"]] == ["kept"]
+
+
+def test_a_narrow_key_does_not_widen_itself(plane: Plane) -> None:
+    plane.user("nia")
+    number, key = plane.key("nia", routes=["/v1/keys", "/v1/keys/{id}"], limits={"requests_per_month": 3})
+    with httpx.Client(base_url=plane.url, verify=PLAIN, headers=bearer(key), timeout=SECONDS) as client:
+        assert client.get("/v1/keys").status_code == 200
+        assert client.post("/v1/keys", json={"name": "wider"}).status_code == 403
+        assert client.patch(f"/v1/keys/{number}", json={"routes": []}).status_code == 403
+    with plane.session("nia") as nia:
+        lifted = nia.patch(f"/v1/keys/{number}", json={"limits": {"requests_per_month": None}})
+        assert (lifted.status_code, "an admin has set" in lifted.text) == (403, True)
+
+
+def test_a_user_that_is_added_again_finds_nothing_of_the_deleted_one(plane: Plane) -> None:
+    plane.user("ola")
+    with plane.session("ola") as ola:
+        made = ola.post("/v1/responses", json={"model": MODEL, "input": "Hi", "max_output_tokens": 3}).json()
+        file = ola.post("/v1/files", files={"file": ("a.jsonl", b"{}\n")}, data={"purpose": "batch"}).json()
+        assert ola.get(f"/v1/files/{file['id']}").status_code == 200
+        assert ola.get(f"/v1/responses/{made['id']}").status_code == 200
+    plane.ask("DELETE", "/v1/users/ola")
+    plane.user("ola")
+    with plane.session("ola") as ola:
+        assert ola.get("/v1/files").json()["data"] == []
+        assert ola.get(f"/v1/files/{file['id']}/content").status_code == 404
+        assert ola.get(f"/v1/responses/{made['id']}").status_code == 404
+        assert ola.get("/v1/console/requests").json()["requests"] == []
+
+
+def test_a_response_in_the_background_is_refused_at_once_without_a_quota(plane: Plane) -> None:
+    plane.user("pia")
+    _, key = plane.key("pia", limits={"tokens_per_month": 50})
+    body = {"model": MODEL, "input": "Hi", "background": True, "store": True}
+    refused = httpx.post(
+        f"{plane.url}/v1/responses", json=body | {"max_output_tokens": 500}, headers=bearer(key), verify=PLAIN
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    begun = httpx.post(
+        f"{plane.url}/v1/responses", json=body | {"max_output_tokens": 3}, headers=bearer(key), verify=PLAIN
+    )
+    assert (begun.status_code, begun.json()["status"]) == (200, "queued")
+
+
+def test_a_control_plane_that_hangs_refuses_what_has_a_limit_of_a_month(plane: Plane) -> None:
+    plane.user("quy")
+    _, limited = plane.key("quy", limits={"tokens_per_month": 10_000})
+    _, free = plane.key("quy", "free")
+    os.kill(plane.fleet.process.pid, signal.SIGSTOP)
+    try:
+        assert ask(plane, limited).status_code == 503
+        assert ask(plane, free).status_code == 200
+    finally:
+        os.kill(plane.fleet.process.pid, signal.SIGCONT)
+    assert ask(plane, limited).status_code == 200
+
+
+def test_a_password_is_not_repeated(plane: Plane) -> None:
+    body = {"name": "rik", "password": "hunter2\tsecret-word"}
+    for path in ("/v1/auth/login", "/v1/users"):
+        with plane.session("root") as root:
+            refused = root.post(path, json=body)
+        assert (refused.status_code, "hunter2" in refused.text) == (400, False)
 
 
 # Commands -------------------------------------------------------------------------------------------------------

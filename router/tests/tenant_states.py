@@ -7,7 +7,7 @@ SECRET = "a secret"
 
 
 def user(name: str = "ann", **fields: Any) -> dict[str, Any]:
-    return {"name": name, "role": "user", "limits": {}, "generation": 0} | fields
+    return {"name": name, "role": "user", "limits": {}, "generation": 0, "created": 1.0} | fields
 
 
 def key(number: int = 1, text: str = "sesame", **fields: Any) -> dict[str, Any]:

@@ -183,6 +183,13 @@ def test_what_a_request_has_not_used_is_free_at_its_end_and_the_rest_a_minute_la
     assert reserve(meter, bounds, 100, NOW + 91)
 
 
+def test_a_strict_meter_lets_no_more_in_than_a_whole_minute() -> None:
+    meter, bounds = Meter("user", is_strict=True), limits(tokens=100)
+    meter.check_tokens(bounds, 100, NOW)
+    with pytest.raises(LimitReached, match="this request may take 101; ask for fewer new tokens"):
+        meter.check_tokens(bounds, 101, NOW)
+
+
 def test_more_than_a_whole_minute_is_let_in_alone() -> None:
     bounds = limits(tokens=100)
     for busy in ("reserved", "used"):

@@ -583,3 +583,16 @@ async def test_what_the_end_loses_is_counted_in_the_log(
         charges.settle(settled(id), is_reserved=False)
     await charges.flush()
     assert caplog.messages == ["the usage of 3 requests is lost: the control plane does not answer"]
+
+
+async def test_a_control_plane_that_hangs_is_not_waited_for(
+    plane: Plane, charges: Charges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
+    plane.gate = asyncio.Event()
+    async with running(charges):
+        with pytest.raises(NotReady, match="has not answered"):
+            await reserve(charges, "a")
+        plane.gate.set()
+        plane.gate = None
+        await reserve(charges, "b")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_unix_server import FakeUnixServer, chunk_of, head_of, question
 from fakes import eventually
-from tenant_states import SECRET, key, state
+from tenant_states import SECRET, key, state, user
 
 from funitel.proto.errors import Forbidden, NotReady, SettingsError
 from funitel.proto.security.keys import digest_of
@@ -204,8 +204,7 @@ async def test_sessions_end_and_generations_rise_by_the_stream(plane: Plane) -> 
         await known(link, "a")
         assert link.directory.session(first) is None
         assert link.directory.session(second) is not None
-        ann = {"name": "ann", "role": "user", "limits": {}, "generation": 1}
-        plane.say(state(key(), key(3, "b"), users=[ann]))
+        plane.say(state(key(), key(3, "b"), users=[user(generation=1)]))
         await known(link, "b")
         assert link.directory.session(second) is None
 
@@ -361,8 +360,6 @@ MALFORMED: list[bytes] = [
     b"[" * 100_000,
     json.dumps(state() | {"keys": None}).encode(),
     json.dumps(state() | {"users": [{"name": "ann"}]}).encode(),
-    json.dumps(state(key(id="one"))).encode(),
-    json.dumps(state(key(limits={"requests_per_minute": "many"}))).encode(),
     json.dumps(state() | {"users": [{"name": "ann", "role": "god", "limits": {}, "generation": 0}]}).encode(),
     json.dumps(state() | {"ended_sessions": 5}).encode(),
 ]
@@ -389,7 +386,10 @@ async def test_a_malformed_line_is_logged_and_changes_nothing(
     assert digest_of(b"sesame").hex() not in caplog.text
 
 
-UNUSABLE = [
+UNUSABLE: list[dict[str, Any]] = [
+    {"id": "one"},
+    {"limits": {"requests_per_minute": "many"}},
+    {"models": ["\ud800"]},
     {"digest": "no hexadecimal digits"},
     {"digest": "abc"},
     {"expires": 1e300},
@@ -408,6 +408,9 @@ async def test_a_line_with_a_value_that_cannot_be_used_does_not_end_the_link(
         plane.say(state(key(), key(2, "bad", **fields)))
         await asyncio.sleep(0.05)
         assert find(link) is not None
+        plane.say(state(key(2, "bad", **fields), key(4, "other")))
+        await known(link, "other")
+        assert find(link) is None, "a key that is none keeps no change of others away"
         plane.say(state(key(), key(3, "new")))
         await known(link, "sesame", "new")
         link.charges.settle(used("a"), is_reserved=True)

@@ -1,5 +1,7 @@
 """The file of what was used within a minute: what the next router reads of it, whenever the first one ends."""
 
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -110,6 +112,31 @@ def test_a_line_that_was_cut_off_is_left_out(path: Path, clock: Clock, rest: byt
     with path.open("ab") as file:
         file.write(rest)
     assert read(path, clock) == {("ann", 1): (1, 0)}
+
+
+def test_a_rollover_that_fails_is_made_up_for(path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = begun(path, clock)
+    clock.now += 100
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", _fail)
+        log.count_request("ann", 1)
+    clock.now += 1
+    log.count_request("ann", 1)
+    assert read(path, clock)["ann", 1][0] >= 1
+
+
+def _fail(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "no space")
+
+
+def test_a_router_that_ends_leaves_no_file_but_that_of_the_next_one(path: Path, clock: Clock) -> None:
+    first = begun(path, clock)
+    first.count_request("ann", 1)
+    second = begun(path, clock)
+    first.close()
+    assert path.exists()
+    second.close()
+    assert list(path.parent.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(

@@ -80,7 +80,7 @@ class TopSettings:
 
     url: str | None = setting(
         None,
-        "URL of a server started with --debug-routes; http://127.0.0.1:3000 when not given.",
+        "URL of a server; http://127.0.0.1:3000 when not given.",
         env="FUNITEL_URL",
     )
     api_key: str | None = _api_key()

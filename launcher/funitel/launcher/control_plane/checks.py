@@ -65,6 +65,14 @@ class Fields:
             raise wrong(self.path(name), "must be a text that is not empty, of characters that print", value)
         return value
 
+    def secret(self, name: str) -> str | None:
+        """A text that no error repeats."""
+        value = self.raw(name)
+        if value is not None and (not isinstance(value, str) or not value.strip() or not value.isprintable()):
+            field = self.path(name)
+            raise InvalidRequest(f"`{field}` must be a text that is not empty, of characters that print", field)
+        return value
+
     def text_of_lines(self, name: str) -> str | None:
         """A text that is not empty, which may have several lines."""
         value = self.raw(name)

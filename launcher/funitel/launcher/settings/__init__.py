@@ -294,6 +294,10 @@ class LauncherSettings:
             self.tls_probe_cert is None or self.tls_client_ca is not None,
             f"--tls-probe-cert {self.tls_probe_cert} needs --tls-client-ca",
         )
+        require(self.users or self.oidc_issuer is None, f"--oidc-issuer {self.oidc_issuer} needs --users")
+        claim, url = self.oidc_role_claim, self.oidc_redirect_url
+        for flag, given in (("--oidc-role-claim", claim), ("--oidc-redirect-url", url)):
+            require(self.oidc_issuer is not None or given is None, f"{flag} {given} needs --oidc-issuer")
         check_prometheus_port(self.prometheus_port, self.port)
         require(
             self.max_batch_total_tokens is None or self.max_batch_total_tokens >= self.block_size,

@@ -12,7 +12,16 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from funitel.launcher.control_plane.schema import AUDIT, ENDED_SESSIONS, KEYS, PRICES, SECRETS, USERS
+from funitel.launcher.control_plane.schema import (
+    AUDIT,
+    ENDED_SESSIONS,
+    KEYS,
+    PRICES,
+    RESERVATIONS,
+    SECRETS,
+    USAGE,
+    USERS,
+)
 from funitel.launcher.control_plane.store import StateStore
 from funitel.launcher.tenants.records import AuditRow, Price, TenantKey, User
 from funitel.proto.errors import Conflict, NotFound
@@ -57,18 +66,31 @@ def change_user(store: StateStore, user: User, audit: AuditRow) -> None:
         add_audit(db, replace(audit, before=_user(before).to_json(), after=user.to_json()))
 
 
-def delete_user(store: StateStore, name: str, now: float, audit: AuditRow) -> None:
-    """Remove a user and revoke the keys; usage stays. Raises NotFound."""
+def delete_user(store: StateStore, name: str, now: float, audit: AuditRow) -> list[TenantKey]:
+    """Remove a user and revoke the keys; returns these.
+
+    Keys, usage and reservations stay under a name that is valid for none: a user of the old name that is added later
+    begins without them. Raises NotFound.
+    """
+    revoked = []
     with store.transaction() as db:
         before = _row_of_user(db, name)
         if before is None:
             raise NotFound(f"there is no user {name!r}")
+        gone = f"{name}~{round(1000 * now):x}"
         for row in db.execute(select(KEYS).where(KEYS.c.user == name)).all():
             key = _key(row)
+            after = replace(key, user=gone, revoked=now if key.revoked is None else key.revoked)
+            _write_key(db, after)
+            revoked.append(after)
             if key.revoked is None:
-                _write_key(db, replace(key, revoked=now))
+                of_key = replace(audit, object=f"key {name}/{key.name}")
+                add_audit(db, replace(of_key, before=key.to_json(), after=after.to_json()))
+        for table in (USAGE, RESERVATIONS):
+            db.execute(update(table).where(table.c.user == name).values(user=gone))
         db.execute(delete(USERS).where(USERS.c.name == name))
         add_audit(db, replace(audit, before=_user(before).to_json()))
+    return revoked
 
 
 def _row_of_user(db: Connection, name: str) -> Row[Any] | None:
@@ -204,11 +226,12 @@ def end_session(store: StateStore, session: str, until: float, now: float, audit
         add_audit(db, audit)
 
 
-def ended_sessions(store: StateStore, now: float) -> list[str]:
-    """The ids of sessions that were ended and have not expired yet."""
+def ended_sessions(store: StateStore, now: float) -> list[tuple[str, float]]:
+    """The ids of sessions that were ended and have not expired yet, with the instants at which they do."""
     with store.transaction() as db:
-        query = select(ENDED_SESSIONS.c.id).where(ENDED_SESSIONS.c.until >= now).order_by(ENDED_SESSIONS.c.id)
-        return list(db.execute(query).scalars())
+        columns = ENDED_SESSIONS.c.id, ENDED_SESSIONS.c.until
+        query = select(*columns).where(ENDED_SESSIONS.c.until >= now).order_by(ENDED_SESSIONS.c.id)
+        return [(id, until) for id, until in db.execute(query)]
 
 
 # The audit

@@ -54,6 +54,10 @@ class User(Record):
             "has_password": self.password_hash is not None,
         }
 
+    def has_same_login(self, other: "User") -> bool:
+        """Whether password and sessions are still those of another state of the user."""
+        return (self.password_hash, self.generation) == (other.password_hash, other.generation)
+
     def logged_out(self) -> Self:
         """The user with no session that is valid."""
         return replace(self, generation=self.generation + 1)
@@ -75,7 +79,8 @@ class TenantKey(Record):
         group: keys of one group share cached prefixes.
         expires: None for never.
         revoked: when it was revoked, for ever.
-        is_banned: whether it is refused until an operator lifts the ban.
+        is_banned: whether it is refused until an admin lifts the ban.
+        is_managed: whether an admin has made or changed it for the user: the bounds are an admin's to change then.
     """
 
     id: int = 0
@@ -91,6 +96,7 @@ class TenantKey(Record):
     expires: float | None = None
     revoked: float | None = None
     is_banned: bool = False
+    is_managed: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the key, without its digest."""
@@ -107,6 +113,7 @@ class TenantKey(Record):
             "expires": self.expires,
             "revoked": self.revoked,
             "is_banned": self.is_banned,
+            "is_managed": self.is_managed,
         }
 
 

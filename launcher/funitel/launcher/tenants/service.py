@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,8 @@ from funitel.launcher.tenants.passwords import Passwords, check_password
 from funitel.launcher.tenants.records import AuditRow, Price, TenantKey, User
 from funitel.launcher.tenants.usage_store import QuotaRefusal
 from funitel.proto.errors import Conflict, Forbidden, NotFound, Unauthorized
-from funitel.proto.security.keys import digest_of, new_key
+from funitel.proto.security.asker import ANONYMOUS, SESSION_NAME
+from funitel.proto.security.keys import digest_of, is_valid_name, new_key
 from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import Session, SessionSigner
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 HINT_CHARACTERS = 4
 MAX_NAME_CHARACTERS = 64
 PROVIDER = "oidc"  # in the audit
+MINUTE = 60.0
+MAX_REFUSED = 60  # logins a minute that the audit has, of those that end at the provider: anyone can make them
+MAX_KEYS = 100  # of a user, that are valid
 WRONG_LOGIN = "wrong name or password"
 
 
@@ -55,6 +60,16 @@ class Actor:
         """Raise Forbidden where the actor's role is less."""
         if not self.role.includes(role):
             raise Forbidden(f"this takes the role {role}; {self.name} has the role {self.role}")
+
+    @property
+    def is_by_key(self) -> bool:
+        """Whether the actor is a user that came by an API key, not by a session."""
+        return self.user is not None and self.via != "" and not self.via.endswith(f"/{SESSION_NAME}")
+
+    def require_session_or(self, role: Role) -> None:
+        """Raise Forbidden for a user's key without a role: its scopes may be narrower than what the user may do."""
+        if self.is_by_key and not self.role.includes(role):
+            raise Forbidden("an API key makes and changes no keys: log in, or use a key of an admin")
 
     def require_self_or(self, user: str, role: Role = Role.ADMIN) -> None:
         """Raise Forbidden unless the actor is the user, or has a role."""
@@ -91,7 +106,8 @@ class Tenants:
         self._users: dict[str, User] = {}
         self._keys: dict[int, TenantKey] = {}
         self._prices: dict[str, Price] = {}
-        self._ended: set[str] = set()
+        self._ended: dict[str, float] = {}  # with the instants at which they would have expired
+        self._refused: deque[float] = deque(maxlen=MAX_REFUSED)  # instants of logins that were noted
         self.broadcast = TenantBroadcast(self._snapshot)
         self._writing = asyncio.Lock()  # a change is read, checked and written before the next one
 
@@ -102,7 +118,7 @@ class Tenants:
         self._users = {each.name: each for each in await self._state(accounts_store.users)}
         self._keys = {each.id: each for each in await self._state(accounts_store.keys)}
         self._prices = {each.model: each for each in await self._state(accounts_store.prices)}
-        self._ended = set(await self._state(accounts_store.ended_sessions, time.time()))
+        self._ended = dict(await self._state(accounts_store.ended_sessions, time.time()))
 
     def close(self) -> None:
         """End the threads of passwords."""
@@ -163,6 +179,8 @@ class Tenants:
         """Set a password, which ends all sessions; a user that is no admin proves the current one."""
         actor.require_self_or(name)
         user = self._found(name)
+        if user.subject is not None and user.password_hash is None:
+            actor.require(Role.ADMIN)  # a session is not enough to log in without the provider from now on
         if user.name == actor.user and user.password_hash is not None:
             subjects = (f"user {name}", f"address {actor.address}")
             self._tries.check(subjects, time.monotonic())
@@ -179,12 +197,9 @@ class Tenants:
         actor.require(Role.ADMIN)
         async with self._writing:
             self._check_admin_left(replace(self._found(name), is_disabled=True))
-            now = time.time()
-            await self._state(accounts_store.delete_user, name, now, actor.row(f"user {name}"))
+            keys = await self._state(accounts_store.delete_user, name, time.time(), actor.row(f"user {name}"))
             del self._users[name]
-            for key in self._keys.values():
-                if key.user == name and key.revoked is None:
-                    self._keys[key.id] = replace(key, revoked=now)
+            self._keys |= {key.id: key for key in keys}
         await self.broadcast.publish()
 
     def _check_admin_left(self, changed: User) -> None:
@@ -207,15 +222,16 @@ class Tenants:
             Unauthorized: name or password are wrong, or the user is disabled.
             RateLimited: too many were wrong.
         """
-        subjects = (f"user {name}", f"address {address}")
+        is_name = is_valid_name(name)  # what is none is neither counted by name nor kept
+        subjects = (f"address {address}", *([f"user {name}"] if is_name else []))
         self._tries.check(subjects, time.monotonic())
         self._tries.count(subjects, time.monotonic())
         user = self._users.get(name)
         is_right = await self._passwords.is_right(None if user is None else user.password_hash, password)
-        user = self._users.get(name)  # as it is now
-        if user is None or not is_right or user.is_disabled:
-            row = Actor(name=name, role=Role.USER, address=address, action="log in").row(f"session of {name}", 401)
-            await self._state(accounts_store.note, row)
+        now = self._users.get(name)
+        if not is_right or user is None or now is None or now.is_disabled or not user.has_same_login(now):
+            actor = Actor(name=name if is_name else ANONYMOUS, role=Role.USER, address=address, action="log in")
+            await self._state(accounts_store.note, actor.row(f"session of {name}" if is_name else "session", 401))
             raise Unauthorized(WRONG_LOGIN)
         self._tries.succeed(subjects)
         return user, await self.begin_session(user, address)
@@ -227,7 +243,11 @@ class Tenants:
         return self.signer.new(user.name, user.generation)
 
     async def note_refused(self, address: str, status: int) -> None:
-        """Note in the audit that the login of a browser at the provider was refused."""
+        """Note in the audit that a login at the provider was refused; of many within a minute, the first ones."""
+        now = time.monotonic()
+        if len(self._refused) == MAX_REFUSED and now - self._refused[0] < MINUTE:
+            return
+        self._refused.append(now)
         actor = Actor(name=PROVIDER, role=Role.USER, address=address, action="log in")
         await self._state(accounts_store.note, actor.row("session", status))
 
@@ -235,7 +255,8 @@ class Tenants:
         """End one session."""
         row = replace(actor.row(f"session of {session.user}"), action="log out")
         await self._state(accounts_store.end_session, session.id, session.expires, time.time(), row)
-        self._ended.add(session.id)
+        now = time.time()
+        self._ended = {id: until for id, until in self._ended.items() if until >= now} | {session.id: session.expires}
         await self.broadcast.publish()
 
     async def user_of_identity(self, identity: Identity) -> User:
@@ -294,11 +315,14 @@ class Tenants:
     async def add_key(self, actor: Actor, key: TenantKey) -> tuple[TenantKey, str]:
         """Make a key for a user; returns it and its text, which is stored nowhere."""
         actor.require_self_or(key.user)
+        actor.require_session_or(Role.ADMIN)
         self._found(key.user)
         text = new_key()
-        made = replace(replace(key, created=time.time()), **_secret(text))
+        is_managed = key.user != actor.user
+        made = replace(replace(key, created=time.time(), is_managed=is_managed), **_secret(text))
         row = actor.row(f"key {key.user}/{key.name}")
         async with self._writing:
+            self._check_room(key.user, 1)
             (added,) = await self._state(accounts_store.add_keys, [made], [row])
             self._keys[added.id] = added
         await self.broadcast.publish()
@@ -309,16 +333,33 @@ class Tenants:
         actor.require(Role.ADMIN)
         rows = [actor.row(f"key {key.user}/{key.name}") for key in keys]
         async with self._writing:
+            for user in {key.user for key in keys}:
+                self._check_room(user, sum(key.user == user and key.revoked is None for key in keys))
             added = await self._state(accounts_store.add_keys, keys, rows)
             self._keys |= {each.id: each for each in added}
         await self.broadcast.publish()
         return added
 
+    def _check_room(self, user: str, count: int) -> None:
+        """Raise Conflict where a user would have too many valid keys: the router hears of all at each change."""
+        found = sum(key.user == user and key.revoked is None for key in self._keys.values())
+        if found + count > MAX_KEYS:
+            raise Conflict(f"a user has at most {MAX_KEYS} keys, {user!r} has {found}: revoke some first")
+
     async def change_key(self, actor: Actor, number: int, changes: Mapping[str, Any]) -> TenantKey:
-        """Change name, scopes, limits, expiry or group of a key; only an admin changes a ban."""
+        """Change name, scopes, limits, expiry or group of a key.
+
+        An admin alone changes a ban, and all but the name of a key that an admin has made or changed for the user.
+        """
+        actor.require_session_or(Role.ADMIN)
         if "is_banned" in changes:
             actor.require(Role.ADMIN)
-        return await self._write_key(actor, number, changes)
+        key = self.key(actor, number)
+        bounds = {name for name, value in changes.items() if name != "name" and value != getattr(key, name)}
+        if key.is_managed and bounds and actor.role is not Role.ADMIN:
+            raise Forbidden(f"an admin has set the bounds of the key {key.name!r}, and alone changes them")
+        is_managed = key.is_managed or (key.user != actor.user and bool(bounds))
+        return await self._write_key(actor, number, {**changes, "is_managed": is_managed})
 
     async def revoke_key(self, actor: Actor, number: int) -> TenantKey:
         """Revoke a key for ever; requests that run go on."""
@@ -334,8 +375,9 @@ class Tenants:
             key = self.key(actor, number)
             if key.revoked is not None:
                 raise Conflict(f"the key {key.name!r} is revoked")
+            row = actor.row(f"key {key.user}/{key.name}")
             key = replace(key, **changes)
-            await self._state(accounts_store.change_key, key, actor.row(f"key {key.user}/{key.name}"))
+            await self._state(accounts_store.change_key, key, row)
             self._keys[number] = key
         await self.broadcast.publish()
         return key

@@ -110,6 +110,8 @@ class ManyModelServer:
             logger.info(ready)
             return
         url = "" if self._settings.port == 3000 else f" --url {self._url}"
+        if self._settings.users:
+            url = f" --url unix://{self._folders.control_socket}"  # which asks for no key
         following = f"funitel launch {self._settings.model_id}{url}\nfunitel list{url}"
         with suppress(OSError):  # the server runs even if stdout is on a full disk
             print(f"\n{ready}\n\n{following}\n", flush=True)

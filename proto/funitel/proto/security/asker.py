@@ -6,3 +6,5 @@ ROLE = "x-funitel-role"  # of that user
 CLIENT = "x-funitel-client"  # the address of the client
 ORIGIN = "x-funitel-origin"  # scheme and host by which the client reached the router
 ANONYMOUS = "anonymous"  # the actor where no key is asked for
+
+SESSION_NAME = "~session"  # after the user's name and a slash, instead of a key's name, which this cannot be

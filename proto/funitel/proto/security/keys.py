@@ -45,7 +45,8 @@ class Key:
         models: names of models, with the same patterns.
         group: keys of one group share cached prefixes.
         is_bare: it has no record, so that its name depends on its line.
-        number: of a key in the database of users, which stays when the key is renamed or rotated.
+        owner_id: what lasting things belong to, where that is neither the name nor the digest: it stays when the key is
+            renamed or rotated.
     """
 
     name: str
@@ -60,13 +61,13 @@ class Key:
     max_concurrent_requests: int | None = None
     group: str | None = None
     is_bare: bool = False
-    number: int | None = None
+    owner_id: str | None = None
 
     @property
     def owner(self) -> str:
         """What lasting things of the key belong to; a key of a file that is replaced under its name keeps them."""
-        if self.number is not None:
-            return f"number {self.number}"
+        if self.owner_id is not None:
+            return self.owner_id
         return f"key {self.digest.hex()}" if self.is_bare else f"name {self.name}"
 
     @property
@@ -206,9 +207,14 @@ def check_name(value: object, field: str) -> str:
     return value
 
 
+def is_valid_name(value: str) -> bool:
+    """Whether this may be the name of a key, a group or a user."""
+    return _NAME.fullmatch(value) is not None
+
+
 def check_pattern(pattern: object, field: str) -> None:
     """Raise ValueError unless this is a pattern of routes or models."""
-    is_text = isinstance(pattern, str) and 0 < len(pattern) <= 256 and "*" not in pattern[:-1]
+    is_text = isinstance(pattern, str) and 0 < len(pattern) <= 256 and pattern.isprintable() and "*" not in pattern[:-1]
     if not is_text or (field == "routes" and not str(pattern).startswith(("/", "*"))):
         what = "paths such as /v1/completions or /v1/*" if field == "routes" else "names such as my-model or mine/*"
         raise ValueError(f"`{field}` must be {what}. Given: {pattern!r}")

@@ -14,6 +14,7 @@ from funitel.router.api import console, tenants
 from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.handler import control_of, models_of, service_of
 from funitel.router.api.common.route_kinds import native_fact, native_probe, native_state
+from funitel.router.api.common.visibility import visible_keys
 from funitel.router.api.native.schema import AnyObject, Info, InfoQuery
 from funitel.router.auth.access import Access
 from funitel.router.engine.snapshot import SchedulerState
@@ -131,11 +132,12 @@ async def scheduler(http: HttpRequest) -> Response:
     now = time.monotonic()
     model = models_of(http).choose(query_of(http, InfoQuery).model, ModelUse.GENERATES)
     service = service_of(http) if model.service is None else model.service
+    keys = visible_keys(http)
     body = SchedulerState(
         model_id=service.model_id,
         version=service.version,
         time=time.time(),
-        replicas=[view.state(index, now) for index, view in sorted(service.engine.views.items())],
+        replicas=[view.state(index, now, keys) for index, view in sorted(service.engine.views.items())],
     )
     return json_answer(body)
 

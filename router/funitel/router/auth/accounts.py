@@ -49,7 +49,7 @@ class Account:
         self.tenant = tenant
         self._metrics = metrics
         self.owner = owner_of(key.digest)
-        self._meter = Meter("API key")
+        self._meter = Meter("API key", is_strict=tenant is not None)
 
     def is_valid(self, wall_clock: float) -> bool:
         """Whether the key is neither revoked nor expired."""

@@ -37,10 +37,12 @@ class Meter:
 
     Args:
         owner: as messages name it: `API key` or `user`.
+        is_strict: whether a request that may take more than the tokens of a minute is refused, not let in alone.
     """
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, *, is_strict: bool = False) -> None:
         self._owner = owner
+        self._is_strict = is_strict
         self._num_running = 0
         self._requests = MinuteWindow()
         self._tokens = MinuteWindow()
@@ -61,10 +63,13 @@ class Meter:
         self.check_tokens(limits, 1, now)
 
     def check_tokens(self, limits: MinuteLimits, num_tokens: int, now: float) -> None:
-        """Raise LimitReached where fewer tokens are left; more than a whole minute's are let in alone."""
+        """Raise LimitReached where fewer tokens are left; more than a whole minute's are let in alone, or never."""
         limit = limits.tokens_per_minute
         if limit is None:
             return
+        if self._is_strict and num_tokens > limit:
+            words = f"at most {limit} tokens a minute with this {self._owner}: this request may take {num_tokens}"
+            raise LimitReached("tokens", f"{words}; ask for fewer new tokens")
         wanted = min(num_tokens, limit)
         used, reserved = self._tokens.used(now), self._num_reserved
         if used + reserved + wanted > limit:

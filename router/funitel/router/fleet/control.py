@@ -78,12 +78,15 @@ class ControlSocket:
             NotReady: the control plane does not answer, refuses, or has ended.
         """
         async with self._asked("GET", target, b"", {}) as reading:
-            rest = b""
+            rest: list[bytes] = []  # pieces of a line that has not ended
             async for piece in reading.pieces(SILENCE_SECONDS):
                 if reading.answer.status != 200:
                     raise NotReady(f"the control plane refuses {target}: status {reading.answer.status}")
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
+                first, *others = piece.split(b"\n")
+                rest.append(first)
+                for other in others:
+                    line = b"".join(rest)
+                    rest = [other]
                     if line.strip():
                         yield line
 

@@ -1,9 +1,10 @@
 """The arrival of a request: its instant, API key, priority, deadline and reservation."""
 
+import asyncio
 import math
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request as HttpRequest
 
@@ -30,6 +31,7 @@ class Arrival:
     priority: int = 0
     deadline: float | None = None
     reservation: Reservation | None = None  # where admission was asked
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)  # once the engine has all sequences
 
     def consume_reservation(self) -> None:
         """Release the reservation, right before the request is submitted."""

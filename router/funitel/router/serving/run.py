@@ -130,14 +130,15 @@ def _record(
 @asynccontextmanager
 async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenStream]]:
     """Queue all jobs or none; what still runs at the end of the block is cancelled."""
-    for job in jobs:
-        job.arrived.consume_reservation()
     streams: list[TokenStream] = []
     account, model = jobs[0].arrived.account, jobs[0].service.model_id
     async with charged(account, model, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)):
+        for job in jobs:
+            job.arrived.consume_reservation()
         async with AsyncExitStack() as stack:
             for job in jobs:
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
+            jobs[0].arrived.submitted.set()
             with _listed(jobs[0], streams):
                 yield streams
 

@@ -13,13 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from funitel.proto.errors import FunitelError, NotReady, QuotaExceeded
 from funitel.proto.security.quota import QuotaReservation, Settlement
-from funitel.router.fleet.control import ControlSocket
+from funitel.router.fleet.control import ControlAnswer, ControlSocket
 
 logger = logging.getLogger(__name__)
 
 TARGET = "/v1/fleet/charges"
 USAGE_SECONDS = 1.0  # that usage is kept before it is sent
 RETRY_SECONDS = 0.5
+ANSWER_SECONDS = 5.0  # that the control plane may take to write a batch
 MAX_RESERVATIONS = 1024  # of one batch
 MAX_SETTLEMENTS = 16_384  # of one batch: 3 MB of the 16 MiB that the control plane takes
 _ID_BYTES = 12
@@ -118,7 +119,7 @@ class Charges:
             "settlements": [asdict(each) for each in self._sending],
         }
         try:
-            answer = await self._control.tell(TARGET, content)
+            answer = await self._told(content)
             if answer.status != 200:
                 raise NotReady(answer.error)
             refusals = _refusals(answer.content, len(taken))
@@ -132,6 +133,13 @@ class Charges:
         for each, refusal in zip(taken, refusals, strict=True):
             self._answer(each, refusal)
         return True
+
+    async def _told(self, content: dict[str, object]) -> ControlAnswer:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self._control.tell(TARGET, content)
+        except TimeoutError:
+            raise NotReady(f"the control plane has not answered for {ANSWER_SECONDS:g} s") from None
 
     def _answer(self, each: _Sending, refusal: _Refusal | None) -> None:
         if each.answered.done():

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
-from funitel.proto.errors import Forbidden, NotReady, QuotaExceeded
+from funitel.proto.errors import Forbidden, FunitelError, NotReady, QuotaExceeded
+from funitel.proto.security.asker import SESSION_NAME
 from funitel.proto.security.keys import Key
 from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 from funitel.proto.security.roles import Role
@@ -19,7 +20,6 @@ from funitel.router.tenants.minute_log import MinuteLog
 from funitel.router.tenants.snapshot import KeyRecord, PriceRecord, TenantSnapshot, UserRecord
 
 SESSION_KEY = 0  # the id of what stands for the sessions of a user
-SESSION_NAME = "~session"  # no key can have this name
 MILLION = 1_000_000
 
 
@@ -98,8 +98,12 @@ class TenantUse:
             except QuotaExceeded as error:
                 self._directory.count_refusal(self, error.limit)
                 raise
+        is_refused = False
         try:
             yield
+        except FunitelError:
+            is_refused = True
+            raise
         finally:
             tokens = used()
             settled = Settlement(
@@ -108,7 +112,7 @@ class TenantUse:
                 user=self.name,
                 key=self._key,
                 model=model,
-                requests=1,
+                requests=0 if is_refused and not tokens.total else 1,
                 prompt_tokens=tokens.prompt,
                 completion_tokens=tokens.completion,
                 cost=_cost(price, tokens),
@@ -141,18 +145,14 @@ class TenantDirectory:
         self._secret = ""
 
     def take(self, snapshot: TenantSnapshot) -> None:
-        """Take note of what the control plane says; accounts that stay keep what they have used.
-
-        Raises:
-            ValueError: a digest is not hexadecimal; nothing has changed then.
-        """
+        """Take note of what the control plane says; accounts that stay keep what they have used."""
         users = {user.name: user for user in snapshot.users}
         records = {bytes.fromhex(record.digest): record for record in snapshot.keys if record.user in users}
         if snapshot.secret != self._secret:
             self._secret, self._signer = snapshot.secret, SessionSigner(snapshot.secret)
         self.prices, self._ended = snapshot.prices_by_model(), snapshot.ended_sessions
         self._users = users
-        self._meters = {name: self._meters.get(name) or Meter("user") for name in self._users}
+        self._meters = {name: self._meters.get(name) or Meter("user", is_strict=True) for name in self._users}
         sessions = {name: self._session_account(user) for name, user in self._users.items()}
         self._keys = {record.id: self._key_account(record) for record in records.values()}
         self._records = records
@@ -173,16 +173,20 @@ class TenantDirectory:
                 meter.restore(use.requests, use.tokens, at)
 
     def _session_account(self, user: UserRecord) -> Account:
-        digest = hashlib.sha256(f"sessions of {user.name}".encode()).digest()
-        key = Key(name=f"{user.name}/{SESSION_NAME}", digest=digest)
-        return self._account(self._sessions.get(user.name), key, user, SESSION_KEY, TenantLimits())
+        """The account of sessions; a user that is added again under the name of a deleted one has another."""
+        digest = hashlib.sha256(f"sessions of {user.name} of {user.created}".encode()).digest()
+        key = Key(name=f"{user.name}/{SESSION_NAME}", digest=digest, owner_id=f"user {digest.hex()}")
+        known = self._sessions.get(user.name)
+        if known is not None and known.key.digest != digest:
+            known = None
+        return self._account(known, key, user, SESSION_KEY, TenantLimits())
 
     def _key_account(self, record: KeyRecord) -> Account:
         limits = record.limits
         key = Key(
             name=f"{record.user}/{record.name}",
             digest=bytes.fromhex(record.digest),
-            number=record.id,
+            owner_id=f"number {record.id}",
             expires=None if record.expires is None else _instant(record.expires),
             routes=record.routes,
             models=record.models,

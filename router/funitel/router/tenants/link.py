@@ -1,6 +1,7 @@
 """The link to the tenants of the control plane: follows what it says of them, and sends it what they use."""
 
 import asyncio
+import json
 import logging
 from contextlib import aclosing
 from pathlib import Path
@@ -57,13 +58,13 @@ class TenantLink:
 
     async def _take(self, line: bytes) -> None:
         try:
-            state = TenantSnapshot.model_validate_json(line)
-            self.directory.take(state)
+            state = TenantSnapshot.model_validate(json.loads(line))
         except ValidationError as error:
             logger.error("the control plane sent a line that is no state of tenants: %s", error.error_count())
-        except ValueError as error:
-            logger.error("the control plane sent a state of tenants that cannot be used: %s", error)
+        except (ValueError, RecursionError) as error:
+            logger.error("the control plane sent a line that is no state of tenants: %s", type(error).__name__)
         else:
+            self.directory.take(state)
             await self._control.tell(TAKEN, {"watcher": state.watcher, "version": state.version})
 
     async def close(self) -> None:

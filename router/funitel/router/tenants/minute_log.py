@@ -11,6 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,10 +82,15 @@ class MinuteLog:
             del self._reserved[user, key]
 
     def close(self) -> None:
-        """Close the file, which stays for the next router."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Remove the files: what a router has counted that ends in order is not kept."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with suppress(OSError):
+            if os.fstat(file).st_ino == self._path.stat().st_ino:  # else they are those of a router after this one
+                self._path.unlink()
+                self._older.unlink(missing_ok=True)
+        os.close(file)
 
     def _read(self, now: float) -> Iterator[MinuteUse]:
         """The events of both files, then what was reserved last."""
@@ -105,7 +111,6 @@ class MinuteLog:
             return
         try:
             if use.at - self._begun > MINUTE + 1:
-                self._path.replace(self._older)
                 self._open(use.at, [MinuteUse(use.at, user, key, 0, 0) for user, key in self._reserved])
             os.write(self._file, self._line(use))
         except OSError as error:
@@ -121,18 +126,26 @@ class MinuteLog:
         self._is_lost = True
 
     def _open(self, now: float, uses: list[MinuteUse]) -> None:
-        """Begin a file that has `uses`, in one step: a router that is killed meanwhile leaves the file before."""
+        """Begin a file that has `uses`; the one before it stays as the older one. Where that fails it goes on.
+
+        The first one of a router has all that is in the older one, too, which is removed.
+        """
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.write(file, b"".join(self._line(use) for use in uses))
-            new.replace(self._path)
-            if self._file is None:  # the first one of this router has what is in the older one, too
+            if self._file is None:
+                new.replace(self._path)
                 self._older.unlink(missing_ok=True)
+            else:
+                with suppress(FileNotFoundError):
+                    self._path.replace(self._older)
+                new.replace(self._path)
         except OSError as error:
             self._lose(error)
             return
-        self.close()
+        if self._file is not None:
+            os.close(self._file)
         self._file, self._begun = file, now
 
 

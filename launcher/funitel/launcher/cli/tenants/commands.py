@@ -3,6 +3,7 @@
 import getpass
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -139,7 +140,9 @@ def _key(key: Mapping[str, Any]) -> str:
         return f"revoked {_instant(key['revoked'])}"
     if key.get("is_banned"):
         return "banned"
-    return f"expires {_instant(key['expires'])}" if key.get("expires") else "valid"
+    if key.get("expires"):
+        return f"{'expired' if key['expires'] < time.time() else 'expires'} {_instant(key['expires'])}"
+    return "valid"
 
 
 def revoke_key(settings: RevokeUserKeySettings) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from funitel.proto.errors import (
     FunitelError,
     InvalidRequest,
     NotEnoughMemory,
+    RateLimited,
     SettingsError,
     StartupError,
 )
@@ -90,7 +92,10 @@ def status_of(error: FunitelError) -> int:
 
 async def _answer(request: Request, error: Exception) -> Response:
     assert isinstance(error, FunitelError)
-    return _error(status_of(error), error.message, error.error_type, getattr(error, "param", None))
+    response = _error(status_of(error), error.message, error.error_type, getattr(error, "param", None))
+    if isinstance(error, RateLimited) and error.wait_seconds is not None:
+        response.headers["retry-after"] = str(math.ceil(error.wait_seconds))
+    return response
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

@@ -52,7 +52,10 @@ async def json_of(request: Request, *, is_required: bool = True) -> Any:
     if not content.strip() and not is_required:
         return None
     try:
-        return json.loads(content)
+        parsed = json.loads(content)
+        if b"\\u" in content:
+            json.dumps(parsed, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        return parsed
     except (ValueError, RecursionError) as error:
         raise MalformedBody(f"the body is not JSON: {error}") from error
 

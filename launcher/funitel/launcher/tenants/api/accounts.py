@@ -63,7 +63,9 @@ async def delete_user(request: Request) -> Response:
 async def set_password(request: Request) -> Response:
     """Set a password."""
     given = Fields(await json_of(request))
-    password, current = given.required("password"), given.text("current_password")
+    password, current = given.secret("password"), given.secret("current_password")
+    if password is None:
+        raise InvalidRequest("`password` must be given", "password")
     given.finish()
     await tenants_of(request).set_password(actor_of(request), part_of(request, "name"), password, current)
     return Response(status_code=NO_CONTENT)
@@ -116,8 +118,10 @@ def _with_text(key: TenantKey, text: str, status: int = 200) -> Response:
 async def import_keys(request: Request) -> Response:
     """Take over the keys of a file for a user."""
     given = Fields(await json_of(request))
-    user, lines = given.required("user"), given.texts("lines") or []
+    user, lines = given.required("user"), given.texts("lines")
     given.finish()
+    if not lines:
+        raise InvalidRequest("`lines` must be given: those of a file of keys", "lines")
     added = await tenants_of(request).import_keys(actor_of(request), keys_of_lines(lines, user))
     return JSONResponse({"keys": [key.to_json() for key in added]}, CREATED)
 
@@ -134,8 +138,12 @@ async def set_price(request: Request) -> Response:
     """Set the price of a model."""
     given = Fields(await json_of(request))
     model = check_name(given.required("model"), "model")
-    amounts = {name: given.number(name, least=0) or 0.0 for name in ("prompt", "completion")}
+    found = {name: given.number(name, least=0) for name in ("prompt", "completion")}
     given.finish()
+    amounts = {name: value for name, value in found.items() if value is not None}
+    for name in found:
+        if name not in amounts:
+            raise InvalidRequest(f"`{name}` must be given: the price of a million tokens", name)
     for name, value in amounts.items():
         if value > MAX_MONEY:
             raise InvalidRequest(f"`{name}` must be at most {MAX_MONEY:g}. Given: {value:g}", name)

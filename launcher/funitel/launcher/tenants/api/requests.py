@@ -20,7 +20,7 @@ BY_SOCKET = "socket"
 MAX_MONTHLY = 10**15
 MAX_MONEY = 1e12
 MAX_INSTANT = 253_402_300_799.0  # Unix seconds: the end of the year 9999
-MAX_PATTERNS = 100
+MAX_PATTERNS = 32
 NO_LIMITS = TenantLimits()
 _PER_MINUTE = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
 _PER_MONTH = ("requests_per_month", "tokens_per_month")
@@ -146,7 +146,7 @@ def user_of_body(body: Any) -> tuple[User, str | None]:
     """A new user and the password, if one is given."""
     given = Fields(body)
     user = User(name=name_of(given), role=role_of(given) or Role.USER, limits=limits_of(given))
-    password = given.text("password")
+    password = given.secret("password")
     given.finish()
     return user, password
 

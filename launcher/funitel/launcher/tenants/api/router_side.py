@@ -1,5 +1,6 @@
 """Routes of the router: what it checks requests by, and what they have used."""
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -8,7 +9,7 @@ from starlette.routing import Route
 
 from funitel.launcher.control_plane.api.requests import json_of
 from funitel.launcher.control_plane.api.router_side import stream_of
-from funitel.launcher.tenants.api.requests import tenants_of
+from funitel.launcher.tenants.api.requests import actor_of_headers, tenants_of
 from funitel.proto.security.quota import QuotaReservation, Settlement
 
 
@@ -37,8 +38,17 @@ async def charge(request: Request) -> Response:
     return JSONResponse({"refusals": answers})
 
 
+async def note(request: Request) -> Response:
+    """Append a row about what the router itself has changed for a client."""
+    body: dict[str, Any] = await json_of(request)
+    row = actor_of_headers(request.headers, body["action"]).row(body["object"], body["status"])
+    await tenants_of(request).note(replace(row, before=body.get("before"), after=body.get("after")))
+    return Response(status_code=204)
+
+
 ROUTES = (
     Route("/v1/fleet/tenants", watch, methods=["GET"]),
     Route("/v1/fleet/tenants/taken", taken, methods=["POST"]),
+    Route("/v1/fleet/audit", note, methods=["POST"]),
     Route("/v1/fleet/charges", charge, methods=["POST"]),
 )

@@ -246,8 +246,10 @@ class Metadata(Body):
 class CountTokensRequest(Body):
     """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
-    model: ModelName = Field(description="Name of the model, any where there is one; echoed in the answer.")
-    messages: list[InputMessage] = Field(min_length=1)
+    model: ModelName = Field(
+        description="Name of the model, any where there is one; echoed in the answer.", examples=["tgi"]
+    )
+    messages: list[InputMessage] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
     system: TextBlocks | None = None
     tools: list[Annotated[Annotated[Tool, Tag("<custom>")], by_type("custom", default="custom")]] | None = None
     tool_choice: ToolChoice | None = None

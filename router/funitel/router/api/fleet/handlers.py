@@ -9,13 +9,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import Forbidden, NotFound, ShuttingDown
-from funitel.proto.security.asker import ACTOR, ANONYMOUS, CLIENT, ORIGIN, ROLE, USER
+from funitel.router.api.common.asker import asker_of
 from funitel.router.api.common.body import declared_size, receive_body, taken_body
 from funitel.router.api.common.handler import control_of, models_of
 from funitel.router.core.drain import SHUTTING_DOWN
 from funitel.router.fleet.control import ControlSocket
 from funitel.router.fleet.models import ServedModels
-from funitel.router.middleware.auth import account_of
 from funitel.router.middleware.operation import PATH_PARAMETER, operation_of
 from funitel.router.transport.sse import run_until_disconnect
 
@@ -26,7 +25,6 @@ OPEN_TO_ALL = (
     "without an API key models are launched and changed from this machine only: give the server --api-key or "
     "--api-key-file, let it listen on 127.0.0.1, or use the control socket"
 )
-SESSIONS = "/v1/auth/"  # routes that read the cookie of a browser
 SEEN_SECONDS = 0.25  # that an answer waits until this router has heard of the change too
 QUERY = "%!$&'()*+,;=:@/?[]"  # of ASCII, stands in a query as it came
 _KEPT = (b"retry-after", b"location", b"cache-control")  # headers of an answer
@@ -66,7 +64,7 @@ async def _forwarded(http: HttpRequest, body: bytes, control: ControlSocket | No
     """
     control, models = control or _control(http), models_of(http)
     before = models.num_snapshots
-    asking = _unless_ending(models, control.ask(http.method, _target(http), body, _asker(http)))
+    asking = _unless_ending(models, control.ask(http.method, _target(http), body, asker_of(http)))
     answer = await run_until_disconnect(http.receive, asking)
     if http.method != "GET" and answer.status < 300:
         await models.changed(before, SEEN_SECONDS)
@@ -88,22 +86,6 @@ async def _unless_ending(models: ServedModels, work: Coroutine[Any, Any, T]) -> 
     finally:
         working.cancel()
         ending.cancel()
-
-
-def _asker(http: HttpRequest) -> dict[str, str]:
-    """The headers that name the client to the control plane."""
-    account = account_of(http.scope)
-    asker = {
-        ACTOR: ANONYMOUS if account is None else account.key.name,
-        CLIENT: "" if http.client is None else http.client.host,
-    }
-    if account is not None and account.tenant is not None:
-        asker |= {USER: account.tenant.name, ROLE: str(account.tenant.role)}
-    operation = operation_of(http.scope)
-    if operation is not None and operation.path.startswith(SESSIONS):
-        asker |= {ORIGIN: f"{http.url.scheme}://{http.url.netloc}"}
-        asker |= {name: http.headers[name] for name in ("cookie",) if name in http.headers}
-    return {name: value for name, value in asker.items() if value.isascii() and value.isprintable()}
 
 
 def _target(http: HttpRequest) -> str:

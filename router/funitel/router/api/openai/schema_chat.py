@@ -30,7 +30,7 @@ class ChatRequest(SamplingFields):
 
     unsupported: ClassVar = CHAT
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])
     max_completion_tokens: Annotated[U32, Field(ge=1)] | None = Field(
         default=None, description=f"Wins over `max_tokens`. {CLAMPED}"
     )

@@ -102,14 +102,16 @@ class Answering:
     async def begin(self, arrived: Arrival) -> dict[str, str]:
         """Begin to make the response, which goes on without the client; return the headers.
 
-        Raises: as `prepare_chat`, and Overloaded when the engine does not take it.
+        Raises: as `prepare_chat`, Overloaded when the engine does not take it, and QuotaExceeded.
         """
         chat = await self.prepare(arrived)
         for event in self.builder.queued():
             self._note(event)
         self._run = self._store.runs.start(self._work(chat, arrived.account))
         self._keep()
-        await asyncio.sleep(0)  # it is submitted now, with the reservation
+        submitted = asyncio.ensure_future(arrived.submitted.wait())
+        await asyncio.wait({self._run, submitted}, return_when=asyncio.FIRST_COMPLETED)
+        submitted.cancel()
         if self._refusal is not None:
             self._store.remove(self.builder.response.id)
             raise self._refusal

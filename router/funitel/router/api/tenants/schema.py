@@ -109,6 +109,7 @@ class ApiKey(BaseModel):
     expires: float | None
     revoked: float | None
     is_banned: bool
+    is_managed: bool = Field(description="An admin has set its bounds, and alone changes them.")
 
 
 class ApiKeyWithText(ApiKey):
@@ -133,8 +134,8 @@ class ModelPrice(Body):
     """The price of a model's tokens, per million."""
 
     model: str
-    prompt: float | None = None
-    completion: float | None = None
+    prompt: float = Field(ge=0)
+    completion: float = Field(ge=0)
 
 
 class ModelPrices(BaseModel):

@@ -3,6 +3,7 @@
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from funitel.router.api.common.asker import audited
 from funitel.router.api.common.body import forget_body, read_body
 from funitel.router.api.common.handler import models_of, service_of
 from funitel.router.api.vllm.schema import LoadAdapter, UnloadAdapter
@@ -18,10 +19,18 @@ async def load(http: HttpRequest) -> Response:
         body = await read_body(http, LoadAdapter, service.settings, service.validating)
     finally:
         forget_body(http.scope)
-    await service.adapters.load(
-        engine, body.lora_name, body.lora_path, is_pinned=bool(body.pinned), in_place=bool(body.load_inplace)
-    )
+    after = {"name": body.lora_name, "path": body.lora_path, "pinned": bool(body.pinned)}
+    async with audited(http, f"adapter {body.lora_name}", before=_shown(service, body.lora_name), after=after):
+        await service.adapters.load(
+            engine, body.lora_name, body.lora_path, is_pinned=bool(body.pinned), in_place=bool(body.load_inplace)
+        )
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+def _shown(service: Service, name: str) -> dict[str, object] | None:
+    """An adapter as the audit has it."""
+    known = service.adapters.get(name)
+    return None if known is None else {"name": name, "path": known.adapter.path}
 
 
 def _service_with(http: HttpRequest, adapter: str) -> Service:
@@ -40,5 +49,6 @@ async def unload(http: HttpRequest) -> Response:
         forget_body(http.scope)
     service = _service_with(http, body.lora_name)
     engine = service.engine
-    service.adapters.unload(engine, body.lora_name)
+    async with audited(http, f"adapter {body.lora_name}", before=_shown(service, body.lora_name), after=None):
+        service.adapters.unload(engine, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,5 +1,5 @@
 // Keys and usage: the keys of a user, what they have used, and for admins users, prices and the audit.
-import { html, useState } from "./vendor/preact-htm.js";
+import { html, useEffect, useState } from "./vendor/preact-htm.js";
 import { call, path } from "./api.js";
 import { Copy, Dialog, Problem, count, usePolled } from "./widgets.js";
 
@@ -105,7 +105,7 @@ function Keys({ isAdmin, users }) {
     }
     again();
   }
-  const state = (key) => (key.revoked ? `revoked ${when(key.revoked)}` : key.is_banned ? "banned" : key.expires ? `until ${when(key.expires)}` : "valid");
+  const state = (key) => (key.revoked ? `revoked ${when(key.revoked)}` : key.is_banned ? "banned" : key.expires ? `${key.expires * 1000 < Date.now() ? "expired" : "until"} ${when(key.expires)}` : "valid");
   const button = (label, key, onClick) => html`<button type="button" class="quiet" aria-label=${`${label} ${key.name}`} onClick=${onClick}>${label}</button>`;
   return html`<section>
     <h2>Keys</h2>
@@ -285,6 +285,9 @@ function Audit() {
 export function Access({ session }) {
   const isAdmin = session.user?.role === "admin";
   const [users, error, again] = usePolled(() => (session.user ? call("v1/users") : Promise.resolve(null)), 10000);
+  useEffect(() => {
+    again();
+  }, [session.user?.name]);
   if (!session.isOn) {
     return html`<div class="access"><h1>Keys and usage</h1>
       <p>This server has no users. Start it with <code>--users</code>, and add the first one with <code>funitel user new NAME --role admin</code>.</p></div>`;
