@@ -436,6 +436,7 @@ def test_the_audit_names_actor_object_before_and_after(plane: Plane) -> None:
         root.patch("/v1/users/hal", json={"role": "operator"})
         root.delete("/v1/users/hal")
         root.patch(f"/v1/models/{MODEL}", json={"pinned": True})
+        root.post("/v1/load_lora_adapter", json={"lora_name": "nowhere", "lora_path": "/nowhere"})
         rows = root.get("/v1/audit?object=user hal").json()["audit"]
         models = root.get(f"/v1/audit?object=model {MODEL}&actor=root").json()["audit"]
     assert [(row["actor"], row["via"]) for row in rows] == [("root", "root/~session")] * 3
@@ -448,6 +449,11 @@ def test_the_audit_names_actor_object_before_and_after(plane: Plane) -> None:
     done, begun = models[:2]
     assert begun["status"] is None
     assert (done["before"]["pinned"], done["after"]["pinned"], done["status"]) == (False, True, 200)
+    refused = plane.ask("GET", "/v1/audit?object=adapter nowhere")["audit"]
+    assert [(row["actor"], row["action"], row["status"]) for row in refused] == [
+        ("root", "POST /v1/load_lora_adapter", 400),
+        ("root", "POST /v1/load_lora_adapter", None),
+    ]
     database = sqlite3.connect(plane.fleet.state / "fleet.db")
     for statement in ("DELETE FROM audit", "UPDATE audit SET actor = 'x'"):
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):

@@ -247,6 +247,8 @@ def test_what_a_child_would_refuse_is_refused_before_anything_loads(given: dict[
         ({"tls_cert": "/nowhere/a.pem"}, "--tls-cert and --tls-key need each other, given /nowhere/a.pem alone"),
         ({"tls_cert": "/nowhere/a.pem", "tls_key": "/nowhere/a.key"}, "--tls-cert /nowhere/a.pem: No such file"),
         ({"tls_client_ca": "/nowhere/ca.pem"}, "--tls-client-ca /nowhere/ca.pem needs --tls-cert and --tls-key"),
+        ({"oidc_issuer": "https://idp"}, "--oidc-issuer https://idp needs --users"),
+        ({"users": True, "oidc_role_claim": "roles"}, "--oidc-role-claim roles needs --oidc-issuer"),
         ({"tls_probe_key": "/nowhere/a.key"}, "--tls-probe-cert and --tls-probe-key need each other"),
         ({"tls_probe_cert": "/nowhere/a", "tls_probe_key": "/nowhere/b"}, "--tls-probe-cert /nowhere/a needs --tls-cl"),
         ({"default_hostname": "everywhere"}, "--default-hostname must be like 0.0.0.0, given 'everywhere'"),

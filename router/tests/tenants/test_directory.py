@@ -10,7 +10,7 @@ import pytest
 import tenant_states
 from tenant_states import SECRET, user
 
-from funitel.proto.errors import Forbidden, NotReady, QuotaExceeded, RateLimited
+from funitel.proto.errors import Forbidden, NotReady, Overloaded, QuotaExceeded, RateLimited
 from funitel.proto.security.keys import digest_of
 from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 from funitel.proto.security.roles import Role
@@ -650,6 +650,18 @@ async def test_a_request_that_fails_or_is_cancelled_pays_for_what_it_used(
     found(directory).reserve(92, time.monotonic())
     with pytest.raises(RateLimited):
         found(directory).reserve(1, time.monotonic())
+
+
+@pytest.mark.parametrize(("used", "requests"), [(TokenCounts(), 0), (TokenCounts(5, 0), 1)])
+async def test_a_request_that_never_ran_is_none_of_the_month(
+    directory: TenantDirectory, charges: FakeCharges, used: TokenCounts, requests: int
+) -> None:
+    """The engine has no room for it, say: each try would use up one."""
+    directory.take(state(key(limits={"requests_per_month": 9})))
+    with pytest.raises(Overloaded):
+        async with charged(found(directory), "m", lambda: TokenCounts(5, 10), lambda: used):
+            raise Overloaded("full")
+    assert [settled.requests for settled, _ in charges.settled] == [requests]
 
 
 @pytest.mark.parametrize("error", [QuotaExceeded("no", "tokens_per_month"), NotReady("away")])

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from funitel.proto.errors import FunitelError, NotReady
+from funitel.proto.errors import FunitelError, InvalidRequest, NotReady
 from funitel.proto.security.asker import ACTOR, ANONYMOUS, CLIENT, ORIGIN, ROLE, USER
 from funitel.router.api.common.handler import control_of, models_of
 from funitel.router.middleware.auth import account_of
@@ -63,6 +63,6 @@ async def audited(
     try:
         yield
     except FunitelError as error:
-        await note(status=error.http_status, after=before)
+        await note(status=400 if isinstance(error, InvalidRequest) else error.http_status, after=before)
         raise
     await note(status=200, after=after)
