@@ -41,7 +41,7 @@ def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         "4096",
     )
     flags += ("--otlp-decode-tokens", str(DECODE_TOKENS), "--json-output")
-    flags += ("--debug-routes", "--hostname", "127.0.0.1", "--memory-bandwidth", "20")
+    flags += ("--hostname", "127.0.0.1", "--memory-bandwidth", "20")
     environ = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
     with collecting() as (collector, place):
         more = ("--otlp-endpoint", f"http://{place}")
@@ -144,7 +144,8 @@ def test_top_shows_the_server_and_metrics_what_it_reads(traced: tuple[Server, Co
     server, _ = traced
     ask(server, "shown", "3" * 32)
     command = [sys.executable, "-m", "funitel.launcher", "top", "--once", "--json", "--url", server.url]
-    (replica,) = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["replicas"]
+    (model,) = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["models"]
+    (replica,) = model["scheduler"]
     assert (replica["ranks"], replica["num_running"]) == (2, 0)
     assert replica["steps"][-1]["kind"] == "decode"
     found = server.metrics()
