@@ -193,7 +193,7 @@ def test_a_model_is_launched_seen_used_and_terminated(open_page: OpenPage, fleet
     card.get_by_role("button", name="Wake").click()
     expect(card.locator(".state")).to_have_text("ready", timeout=SECONDS)
     page.get_by_role("link", name="Chat").click()
-    page.get_by_label("Model", exact=True).select_option("second")
+    page.get_by_role("combobox", name="Model", exact=True).select_option("second")
     set_most_tokens(page, 4)
     ask(page, "Hello")
     expect(page.locator(".facts")).to_have_text(re.compile("4 tokens"))
