@@ -47,7 +47,9 @@ class Fields:
 
     def required(self, name: str) -> str:
         """A text that must be given."""
-        value = self.text(name)
+        return self._given(name, self.text(name))
+
+    def _given(self, name: str, value: str | None) -> str:
         if value is None:
             raise InvalidRequest(f"`{self.path(name)}` must be given", self.path(name))
         return value
@@ -72,6 +74,10 @@ class Fields:
             field = self.path(name)
             raise InvalidRequest(f"`{field}` must be a text that is not empty, of characters that print", field)
         return value
+
+    def required_secret(self, name: str) -> str:
+        """A text that must be given, and that no error repeats."""
+        return self._given(name, self.secret(name))
 
     def text_of_lines(self, name: str) -> str | None:
         """A text that is not empty, which may have several lines."""

@@ -59,8 +59,5 @@ class TenantBroadcast:
                 yield self._state() | {"watcher": watcher, "version": seen}
         finally:
             del self._taken[watcher]
-            await self._wake()
-
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            async with self._changed:
+                self._changed.notify_all()

@@ -319,7 +319,7 @@ class Tenants:
         self._found(key.user)
         text = new_key()
         is_managed = key.user != actor.user
-        made = replace(replace(key, created=time.time(), is_managed=is_managed), **_secret(text))
+        made = replace(key, created=time.time(), is_managed=is_managed, **_secret(text))
         row = actor.row(f"key {key.user}/{key.name}")
         async with self._writing:
             self._check_room(key.user, 1)

@@ -15,8 +15,6 @@ from funitel.launcher.control_plane.schema import CHARGE_BATCHES, RESERVATIONS, 
 from funitel.launcher.control_plane.store import StateStore
 from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
 
-SESSIONS = 0  # the id that stands for the sessions of a user
-
 
 @dataclass(frozen=True, slots=True)
 class Used:

@@ -65,19 +65,23 @@ class QuotaReservation:
     tokens: int
     cost: float
 
-    def unused(self) -> "Settlement":
-        """The settlement of a request that did not run."""
+    def settlement(self, *, requests: int, prompt_tokens: int, completion_tokens: int, cost: float) -> "Settlement":
+        """The settlement of the request by what it has used."""
         return Settlement(
             id=self.id,
             at=self.at,
             user=self.user,
             key=self.key,
             model=self.model,
-            requests=0,
-            prompt_tokens=0,
-            completion_tokens=0,
-            cost=0.0,
+            requests=requests,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cost=cost,
         )
+
+    def unused(self) -> "Settlement":
+        """The settlement of a request that did not run."""
+        return self.settlement(requests=0, prompt_tokens=0, completion_tokens=0, cost=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from funitel.proto.errors import Forbidden, FunitelError, NotReady, QuotaExceeded
 from funitel.proto.security.asker import SESSION_NAME
 from funitel.proto.security.keys import Key
-from funitel.proto.security.quota import QuotaReservation, Settlement, TenantLimits
+from funitel.proto.security.quota import QuotaReservation, TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import Session, SessionSigner
 from funitel.router.auth.accounts import Account, TokenCounts
@@ -79,20 +79,18 @@ class TenantUse:
             QuotaExceeded: it is not left of the month.
             NotReady: the control plane does not answer.
         """
-        charges, at = self._directory.charges, time.time()
-        price = self._directory.prices.get(model)
-        request_id = charges.new_id()
+        charges, price = self._directory.charges, self._directory.prices.get(model)
+        reservation = QuotaReservation(
+            id=charges.new_id(),
+            at=time.time(),
+            user=self.name,
+            key=self._key,
+            model=model,
+            tokens=most.total,
+            cost=_cost(price, most),
+        )
         is_reserved = self.user.limits.is_monthly or self.key_limits.is_monthly
         if is_reserved:
-            reservation = QuotaReservation(
-                id=request_id,
-                at=at,
-                user=self.name,
-                key=self._key,
-                model=model,
-                tokens=most.total,
-                cost=_cost(price, most),
-            )
             try:
                 await charges.reserve(reservation)
             except QuotaExceeded as error:
@@ -106,18 +104,13 @@ class TenantUse:
             raise
         finally:
             tokens = used()
-            settled = Settlement(
-                id=request_id,
-                at=at,
-                user=self.name,
-                key=self._key,
-                model=model,
+            settlement = reservation.settlement(
                 requests=0 if is_refused and not tokens.total else 1,
                 prompt_tokens=tokens.prompt,
                 completion_tokens=tokens.completion,
                 cost=_cost(price, tokens),
             )
-            charges.settle(settled, is_reserved=is_reserved)
+            charges.settle(settlement, is_reserved=is_reserved)
 
 
 class TenantDirectory:

@@ -63,9 +63,7 @@ async def delete_user(request: Request) -> Response:
 async def set_password(request: Request) -> Response:
     """Set a password."""
     given = Fields(await json_of(request))
-    password, current = given.secret("password"), given.secret("current_password")
-    if password is None:
-        raise InvalidRequest("`password` must be given", "password")
+    password, current = given.required_secret("password"), given.secret("current_password")
     given.finish()
     await tenants_of(request).set_password(actor_of(request), part_of(request, "name"), password, current)
     return Response(status_code=NO_CONTENT)
@@ -140,16 +138,17 @@ async def set_price(request: Request) -> Response:
     model = check_name(given.required("model"), "model")
     found = {name: given.number(name, least=0) for name in ("prompt", "completion")}
     given.finish()
-    amounts = {name: value for name, value in found.items() if value is not None}
-    for name in found:
-        if name not in amounts:
-            raise InvalidRequest(f"`{name}` must be given: the price of a million tokens", name)
-    for name, value in amounts.items():
-        if value > MAX_MONEY:
-            raise InvalidRequest(f"`{name}` must be at most {MAX_MONEY:g}. Given: {value:g}", name)
-    price = Price(model=model, **amounts)
+    price = Price(model=model, **{name: _amount(name, value) for name, value in found.items()})
     await tenants_of(request).set_price(actor_of(request), price)
     return JSONResponse(price.to_json())
+
+
+def _amount(name: str, value: float | None) -> float:
+    if value is None:
+        raise InvalidRequest(f"`{name}` must be given: the price of a million tokens", name)
+    if value > MAX_MONEY:
+        raise InvalidRequest(f"`{name}` must be at most {MAX_MONEY:g}. Given: {value:g}", name)
+    return value
 
 
 async def usage(request: Request) -> Response:

@@ -15,7 +15,7 @@ from funitel.launcher.tenants.api.requests import actor_of, tenants_of
 from funitel.launcher.tenants.oidc import TRY_SECONDS, Identity, LoginTry, OidcProvider
 from funitel.launcher.tenants.records import User
 from funitel.launcher.tenants.service import Tenants
-from funitel.proto.errors import FunitelError, InvalidRequest, NotFound, Unauthorized
+from funitel.proto.errors import FunitelError, NotFound, Unauthorized
 from funitel.proto.printable import printable
 from funitel.proto.security.asker import CLIENT, ORIGIN
 from funitel.proto.security.sessions import COOKIE, MAX_AGE_SECONDS, SECURE_COOKIE, Session
@@ -31,10 +31,8 @@ MAX_ERROR_CHARACTERS = 200
 async def log_in(request: Request) -> Response:
     """Begin a session by name and password."""
     given = Fields(await json_of(request))
-    name, password = given.required("name"), given.secret("password")
+    name, password = given.required("name"), given.required_secret("password")
     given.finish()
-    if password is None:
-        raise InvalidRequest("`password` must be given", "password")
     tenants = tenants_of(request)
     user, cookie = await tenants.log_in(name, password, request.headers.get(CLIENT, ""))
     session = tenants.signer.session(cookie)

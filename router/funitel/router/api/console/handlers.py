@@ -53,11 +53,11 @@ async def asset(http: HttpRequest) -> Response:
 
 async def live(http: HttpRequest) -> Response:
     """`/v1/console/live`: the numbers of every model that is loaded, now and in the last hour."""
-    query, keys = query_of(http, LiveQuery), visible_keys(http)
+    query, keys, models = query_of(http, LiveQuery), visible_keys(http), models_of(http)
     found = []
-    for model in models_of(http):
+    for model in models:
         if model.service is not None:
-            samples = models_of(http).history.since(model.name, query.since)
+            samples = models.history.since(model.name, query.since)
             states = _scheduler(model.service, keys) if query.scheduler else None
             found.append(_live(model, model.service, samples, states))
     requests = running_of(http) if query.requests else None
