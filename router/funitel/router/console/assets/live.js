@@ -145,7 +145,7 @@ export function Live() {
     }
     samples.current = merged;
     return { ...found, samples: merged };
-  }, 2000);
+  }, 3000);
   const models = state?.models ?? [];
   const replicas = models.flatMap((model) => model.replicas.map((each) => ({ ...each, model: model.name })));
   return html`<div class="live">
