@@ -93,7 +93,7 @@ async def test_beam_search_is_that_of_transformers_in_company_preempted_and_afte
                 assert other.ids == alone.ids
             assert server.metrics()["funitel_preempted_total"] > 0
             asking = asyncio.create_task(_together(client, **options[0], max_tokens=40))
-            await asyncio.sleep(0.4)
+            await asyncio.to_thread(server.wait_steps, 10)
             assert not asking.done()
             os.kill(server.shard_pids()[0], signal.SIGKILL)
             after = await asyncio.wait_for(asking, 120)

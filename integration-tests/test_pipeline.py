@@ -62,7 +62,7 @@ async def test_stages_write_what_one_shard_writes_and_outlive_a_rank(model: Path
             assert [answer.ids for answer in found] == [answer.ids for answer in expected]
             assert [answer.text for answer in found] == [answer.text for answer in expected]
             asking = asyncio.create_task(ask_all(client, tokens))
-            await asyncio.sleep(0.3)  # some tokens have come
+            await asyncio.to_thread(server.wait_steps, 10)
             os.kill(server.shard_pids()[2], signal.SIGKILL)
             found = await asyncio.wait_for(asking, 120)
             assert [answer.ids for answer in found] == [answer.ids for answer in expected]

@@ -49,7 +49,7 @@ async def test_streams_outlive_their_only_shard(
             expected = await _all(client, count, tokens)
             asking = asyncio.create_task(_all(client, count, tokens))
             await _until_running(server, count // 2)
-            await asyncio.sleep(0.1)  # some tokens have come
+            await asyncio.to_thread(server.wait_steps, 10)
             victim = server.shard_pids()[-1]
             os.kill(victim, signal.SIGKILL)
             await asyncio.to_thread(wait_until, lambda: _status(server, "/health") == 503, 5)

@@ -51,7 +51,7 @@ async def test_b6_strategies_give_the_same_tokens_in_company_preempted_and_after
             assert await _together(client) == alone
             assert server.metrics()["funitel_preempted_total"] > 0
             asking = asyncio.create_task(_together(client))
-            await asyncio.sleep(0.4)  # some tokens have come
+            await asyncio.to_thread(server.wait_steps, 10)
             assert not asking.done()
             os.kill(server.shard_pids()[0], signal.SIGKILL)
             assert await asyncio.wait_for(asking, 120) == alone

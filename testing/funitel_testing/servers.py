@@ -104,13 +104,18 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def wait_until(holds: Callable[[], bool], seconds: float, message: str = "not in time") -> float:
-    """Wait for something to become true; return how long it took, fail after `seconds`."""
+def wait_until(
+    holds: Callable[[], bool], seconds: float, message: str = "not in time", interval: float = 0.05
+) -> float:
+    """Wait for something to become true, asked each `interval` seconds.
+
+    Returns the seconds that it took; fails after `seconds`.
+    """
     began = time.monotonic()
     while not holds():
         if time.monotonic() - began > seconds:
             raise AssertionError(f"{message} (waited {seconds} s)")
-        time.sleep(0.05)
+        time.sleep(interval)
     return time.monotonic() - began
 
 
@@ -256,6 +261,11 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name, labels included."""
         return samples_of(httpx.get(f"{self.url}/metrics", timeout=10, verify=PLAIN).text)
+
+    def wait_steps(self, count: int, seconds: float = 60) -> None:
+        """Wait until `count` steps more than now have been answered."""
+        last = self.metrics()["funitel_steps_total"] + count
+        wait_until(lambda: self.metrics()["funitel_steps_total"] >= last, seconds, f"no {count} further steps", 0.005)
 
     def shard_pids(self) -> list[int]:
         """Process ids of the shards, in rank order, those of the first replica first."""
