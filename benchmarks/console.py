@@ -104,13 +104,12 @@ async def compare(on: Server, off: Server, given: argparse.Namespace) -> dict[st
 
 def ratio(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[float]:
     """The costs of one state over those of another, round by round: median, smallest and largest."""
-    ratios = [a / b for (a, _), (b, _) in zip(one, other, strict=True)]
-    return [round(value, 3) for value in (statistics.median(ratios), min(ratios), max(ratios))]
+    return spread([a / b for (a, _), (b, _) in zip(one, other, strict=True)], num_digits=3)
 
 
-def spread(values: list[float]) -> list[float]:
+def spread(values: list[float], num_digits: int = 1) -> list[float]:
     """Median, smallest and largest."""
-    return [round(value, 1) for value in (statistics.median(values), min(values), max(values))]
+    return [round(value, num_digits) for value in (statistics.median(values), min(values), max(values))]
 
 
 def main() -> None:

@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
+
+from funitel.proto.record import Record
 
 JSONObject = Mapping[str, Any]
 
@@ -59,20 +61,6 @@ class ModelType(StrEnum):
     def tasks(self) -> tuple[str, ...]:
         """The tasks, as an entry names them, of the models of the type."""
         return {"LLM": ("generate",), "embedding": ("embed",), "rerank": ("classify", "embed")}[self.value]
-
-
-class Record:
-    """A dataclass with one JSON property for each field."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object of the record."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
-
-    @classmethod
-    def from_json(cls, content: JSONObject) -> Self:
-        """The record of a JSON object; properties of a later version are left out."""
-        names = {each.name for each in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in content.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from funitel.launcher.control_plane.records import JSONObject, Record
+from funitel.launcher.control_plane.records import JSONObject
+from funitel.proto.record import Record
 from funitel.proto.security.quota import TenantLimits
 from funitel.proto.security.roles import Role
 

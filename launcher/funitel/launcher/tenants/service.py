@@ -253,9 +253,8 @@ class Tenants:
 
     async def end_session(self, actor: Actor, session: Session) -> None:
         """End one session."""
-        row = replace(actor.row(f"session of {session.user}"), action="log out")
-        await self._state(accounts_store.end_session, session.id, session.expires, time.time(), row)
-        now = time.time()
+        now, row = time.time(), replace(actor.row(f"session of {session.user}"), action="log out")
+        await self._state(accounts_store.end_session, session.id, session.expires, now, row)
         self._ended = {id: until for id, until in self._ended.items() if until >= now} | {session.id: session.expires}
         await self.broadcast.publish()
 

@@ -3,13 +3,13 @@
 Instants are Unix seconds. Money is in the unit of the prices, whatever currency that is.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+
+from funitel.proto.record import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimits:
+class TenantLimits(Record):
     """What a user or a key may use; None is no limit.
 
     Attributes:
@@ -32,15 +32,6 @@ class TenantLimits:
     def is_monthly(self) -> bool:
         """Whether the control plane is asked before a request runs."""
         return (self.requests_per_month, self.tokens_per_month, self.budget_per_month) != (None, None, None)
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object of the limits."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """The limits of a JSON object; those of a later version are left out."""
-        return cls(**{each.name: content.get(each.name) for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,18 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from typing import Protocol
 
-from funitel.proto.errors import Forbidden, FunitelError, SettingsError
+from funitel.proto.errors import Forbidden, FunitelError, QuotaExceeded, SettingsError
 from funitel.proto.security.keys import SETTING_NAME, Key, covers, digest_of, keys_of
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import Session
@@ -99,7 +106,7 @@ class Account:
         Raises:
             RateLimited: the key has too many requests at once, or had too many, or too many tokens, within a minute.
         """
-        with self._counting_refusals():
+        with self.counting_refusals():
             for meter, limits in self._meters:
                 if not is_background:
                     meter.check_concurrency(limits)
@@ -126,7 +133,7 @@ class Account:
         Raises:
             RateLimited: so many are not left of the minute.
         """
-        with self._counting_refusals():
+        with self.counting_refusals():
             for meter, limits in self._meters:
                 meter.check_tokens(limits, num_tokens, now)
         for meter, _ in self._meters:
@@ -147,11 +154,15 @@ class Account:
         self._meter.restore(num_requests, num_tokens, now)
 
     @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
+    def counting_refusals(self) -> Iterator[None]:
+        """Count a limit of a minute or a month that the block finds reached."""
         try:
             yield
         except LimitReached as error:
             self._metrics.count_key_refused(self.key.name, error.reason)
+            raise
+        except QuotaExceeded as error:
+            self._metrics.count_key_refused(self.key.name, error.limit)
             raise
 
     def _refusal(self, reason: str, error: FunitelError) -> FunitelError:
@@ -325,7 +336,10 @@ async def charged(
     account.reserve(reserved.total, time.monotonic())
     tenant = account.tenant
     try:
-        async with nullcontext() if tenant is None else tenant.paying(model, reserved, used):
+        async with AsyncExitStack() as stack:
+            if tenant is not None:
+                with account.counting_refusals():
+                    await stack.enter_async_context(tenant.paying(model, reserved, used))
             yield
     finally:
         tokens = used()

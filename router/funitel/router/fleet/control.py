@@ -67,9 +67,11 @@ class ControlSocket:
         answer.content = b"".join(pieces)
         return answer
 
-    async def tell(self, target: str, content: dict[str, Any]) -> ControlAnswer:
+    async def tell(
+        self, target: str, content: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> ControlAnswer:
         """Post a JSON object; raises as `ask`."""
-        return await self.ask("POST", target, json.dumps(content).encode())
+        return await self.ask("POST", target, json.dumps(content).encode(), headers)
 
     async def lines(self, target: str) -> AsyncGenerator[bytes]:
         """The lines of an answer that does not end, as they come, without the blank ones.

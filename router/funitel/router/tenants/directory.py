@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
-from funitel.proto.errors import Forbidden, FunitelError, NotReady, QuotaExceeded
+from funitel.proto.errors import Forbidden, FunitelError, NotReady
 from funitel.proto.security.asker import SESSION_NAME
 from funitel.proto.security.keys import Key
 from funitel.proto.security.quota import QuotaReservation, TenantLimits
@@ -91,11 +91,7 @@ class TenantUse:
         )
         is_reserved = self.user.limits.is_monthly or self.key_limits.is_monthly
         if is_reserved:
-            try:
-                await charges.reserve(reservation)
-            except QuotaExceeded as error:
-                self._directory.count_refusal(self, error.limit)
-                raise
+            await charges.reserve(reservation)
         is_refused = False
         try:
             yield
@@ -244,12 +240,6 @@ class TenantDirectory:
         """The accounts of a user: of the keys, and of the sessions."""
         accounts = (*self._keys.values(), *self._sessions.values())
         return [each for each in accounts if each.tenant is not None and each.tenant.name == user]
-
-    def count_refusal(self, tenant: TenantUse, reason: str) -> None:
-        """Count a request that was refused by a limit of a month."""
-        for account in (*self._keys.values(), *self._sessions.values()):
-            if account.tenant is tenant:
-                self._metrics.count_key_refused(account.key.name, reason)
 
 
 def _instant(seconds: float) -> datetime:

@@ -1,6 +1,5 @@
 """The client of a request, as the control plane is told it, and what the router itself changes, for its audit."""
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,10 +51,10 @@ async def audited(
     if control is None or not models_of(http).own.settings.users:
         yield
         return
-    row = {"action": f"{http.method} {http.url.path}", "object": object, "before": before}
+    asker, row = asker_of(http), {"action": f"{http.method} {http.url.path}", "object": object, "before": before}
 
     async def note(**more: Any) -> None:
-        answer = await control.ask("POST", AUDIT, json.dumps(row | more).encode(), asker_of(http))
+        answer = await control.tell(AUDIT, row | more, asker)
         if answer.status >= 300:
             raise NotReady(answer.error)
 
