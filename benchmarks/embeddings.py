@@ -34,7 +34,7 @@ from funitel.proto.step import EncoderInput, EncoderTask
 from funitel_testing.servers import serving
 
 ROOT = Path(__file__).parent.parent
-CORPUS = ROOT / "model_server" / "funitel" / "model_server" / "tools/quantize/calibration.txt"
+CORPUS = ROOT / "model_server" / "funitel" / "model_server" / "files/calibration.txt"
 LENGTHS = (4, 8, 12, 20, 30, 45, 60)  # words
 BATCH_TOKENS = 512
 

@@ -20,7 +20,7 @@ from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.precision import ActivationDtype, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, KvKind, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
@@ -122,6 +122,7 @@ def fused_decoder(
     block_size: int = BLOCK_SIZE,
     instruction_set: str | None = None,
     activations: ActivationDtype = ActivationDtype.INT8,
+    kv_kind: KvKind | None = None,
     part: Callable[[ModelSpec], ModelSpec] = lambda spec: spec,
     link: StageLink | None = None,
 ) -> FusedDecoder:
@@ -138,6 +139,7 @@ def fused_decoder(
         block_size=block_size,
         num_threads=num_threads,
         activations=activations,
+        kv_kind=kv_kind,
         link=link,
     )
 

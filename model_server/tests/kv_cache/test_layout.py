@@ -54,7 +54,7 @@ def test_layers_lie_one_after_the_other_with_the_heads_of_their_rank(
 
 def test_layers_that_are_alike_lie_as_before() -> None:
     spec = from_json(json.dumps(PLAIN), "spec")
-    layout = BlockLayout.of(spec, HeadSplit.of(6, 3, 1, 0), 16)
+    layout = BlockLayout.of(spec, HeadSplit.of(6, 3, 1, 0), 16, torch.float32)
     assert [layout.places[i].start for i in range(4)] == [2 * 16 * 3 * 4 * i for i in range(4)]
 
 

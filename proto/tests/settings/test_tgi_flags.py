@@ -420,7 +420,7 @@ def test_tgis_quantisers_are_all_known() -> None:
     [
         ("launcher", ["--quantize", "int3"], ["--quantize", "int3", "awq"]),
         ("launcher", ["--usage-stats", "maybe"], ["--usage-stats", "maybe", "no-stack"]),
-        ("launcher", ["--kv-cache-dtype", "int8"], ["--kv-cache-dtype", "int8", "fp8_e5m2"]),
+        ("launcher", ["--kv-cache-dtype", "int3"], ["--kv-cache-dtype", "int3", "fp8_e5m2"]),
         ("launcher", ["--speculate", "two"], ["--speculate", "'two' is not a valid integer"]),
         ("launcher", ["--cuda-graphs", "1,x"], ["--cuda-graphs", "'1,x' is not a list of whole numbers"]),
         ("launcher", ["--sharded", "perhaps"], ["--sharded", "'perhaps' is not one of true, 1, yes"]),

@@ -11,23 +11,28 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import has_partial
 from funitel.model_server.cpu.low_rank import addresses
 from funitel.model_server.cpu.native import DONE, Batch, Buffer, NativeEngine, Warp
-from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, KvKind, Tier
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.kv_cache.codes import KvCodes, KvDtype
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.step import SamplingParams
 
-KV_DTYPES = {
-    MatrixKind.FLOAT32: torch.float32,
-    MatrixKind.FLOAT16: torch.float16,
-    MatrixKind.BFLOAT16: torch.bfloat16,
+KV_DTYPES: dict[KvKind, KvDtype] = {
+    KvKind.FLOAT32: torch.float32,
+    KvKind.FLOAT16: torch.float16,
+    KvKind.BFLOAT16: torch.bfloat16,
+    KvKind.FP8_E4M3FN: torch.float8_e4m3fn,
+    KvKind.FP8_E5M2: torch.float8_e5m2,
+    KvKind.INT8: KvCodes.INT8,
+    KvKind.UINT4: KvCodes.UINT4,
 }
-"""Precision of a pool of the kinds that `Tier.kv_kind` gives."""
+"""Precision of a pool of each kind."""
 
 
 class FusedDecoder:
@@ -39,6 +44,7 @@ class FusedDecoder:
     """
 
     name = "fused"
+    frames_digest = ""  # of what is done to keys before they become codes, where something is
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class FusedDecoder:
         block_size: int,
         num_threads: int,
         activations: ActivationDtype = ActivationDtype.INT8,
+        kv_kind: KvKind | None = None,
         link: StageLink | None = None,
     ) -> None:
         self.tier = tier
@@ -66,6 +73,7 @@ class FusedDecoder:
             block_size=block_size,
             num_threads=num_threads,
             activations=activations,
+            kv_kind=kv_kind,
         )
         self._engine = self.program.engine
         self._parallel = parallel
@@ -90,7 +98,7 @@ class FusedDecoder:
         return self.tier is Tier.GGUF and any(kind is not self.tier.kind for kind in self.program.kinds.values())
 
     @property
-    def kv_dtype(self) -> torch.dtype:
+    def kv_dtype(self) -> KvDtype:
         """Precision the pool must have."""
         return KV_DTYPES[self.program.kv_kind]
 

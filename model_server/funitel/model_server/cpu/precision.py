@@ -74,6 +74,47 @@ class ActivationDtype(IntEnum):
         return self.name.lower()
 
 
+class KvKind(IntEnum):
+    """How the fused step keeps keys and values, as the C++ side numbers it."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    FP8_E4M3FN = 3
+    FP8_E5M2 = 4
+    INT8 = 5
+    UINT4 = 6
+
+    @property
+    def label(self) -> str:
+        """The name in flags and logs."""
+        return self.name.lower()
+
+
+MAX_CODES_DIM = 512
+"""Elements of the largest head that codes are made of."""
+_LATENT_KINDS = (KvKind.FLOAT32, KvKind.FLOAT16)
+
+
+def asked_kv_kind(spec: ModelSpec, block_size: int, asked: str) -> KvKind:
+    """The kind that a `--kv-cache-dtype` asks for.
+
+    Raises:
+        SettingsError: the fused step does not have it for this model.
+    """
+    kind = KvKind.FP8_E4M3FN if asked == "fp8" else KvKind[asked.upper()]
+    reason = None
+    if spec.latent is not None and kind not in _LATENT_KINDS:
+        reason = "the model keeps latents, which have the precisions float32 and float16 on a CPU"
+    elif kind is KvKind.BFLOAT16 and (spec.head_dim % 2 or block_size % 2):
+        reason = f"pairs need even sizes, heads have {spec.head_dim} elements and blocks {block_size} tokens"
+    elif kind >= KvKind.INT8 and spec.head_dim > MAX_CODES_DIM:
+        reason = f"heads have {spec.head_dim} elements, codes are made of at most {MAX_CODES_DIM}"
+    if reason is not None:
+        raise SettingsError(f"--kv-cache-dtype {asked} is not for this model: {reason}")
+    return kind
+
+
 class Tier(Enum):
     """How weights are kept: all in one precision, or as the blocks of the GGUF they come from."""
 
@@ -98,16 +139,17 @@ class Tier(Enum):
         kind = MatrixKind.of_blocks(block_type)
         return self is Tier.GGUF and kind is not None and kind.has_blocks
 
-    def kv_kind(self, spec: ModelSpec, block_size: int, activations: ActivationDtype) -> MatrixKind:
-        """How keys and values are kept: float32, float16, or bfloat16 where activations are rounded as much.
+    def kv_kind(self, spec: ModelSpec, block_size: int, activations: ActivationDtype) -> KvKind:
+        """How keys and values are kept where no setting says it.
 
-        Pairs of bfloat16 need even sizes, and latents have kernels for the other two only.
+        float32, float16, or bfloat16 where activations are rounded as much. Pairs of bfloat16 need even sizes, and
+        latents have kernels for the other two only.
         """
         if self is Tier.FLOAT32:
-            return MatrixKind.FLOAT32
+            return KvKind.FLOAT32
         has_codes = self.kind.has_codes and activations is ActivationDtype.INT8
         is_even = spec.latent is None and spec.head_dim % 2 == block_size % 2 == 0
-        return MatrixKind.BFLOAT16 if (has_codes or self is Tier.BFLOAT16) and is_even else MatrixKind.FLOAT16
+        return KvKind.BFLOAT16 if (has_codes or self is Tier.BFLOAT16) and is_even else KvKind.FLOAT16
 
 
 MADE = {"int8": Tier.INT8, "gguf": Tier.GGUF}

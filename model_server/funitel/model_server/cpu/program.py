@@ -11,7 +11,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.blocks import Blocks, Leave
 from funitel.model_server.cpu.footprint import has_plain_mlp, weight_bytes
 from funitel.model_server.cpu.native import Buffer, Code, Mode, NativeEngine, NativeOperation, Shape
-from funitel.model_server.cpu.precision import ActivationDtype, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, KvKind, Tier
 from funitel.model_server.cpu.tensors import NONE, Matrices, Vectors
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement
@@ -44,6 +44,7 @@ class Program:
         block_size: int,
         num_threads: int,
         activations: ActivationDtype,
+        kv_kind: KvKind | None = None,
     ) -> None:
         self._spec = spec
         self._weights = weights
@@ -53,7 +54,7 @@ class Program:
         self._operations: list[NativeOperation] = []
         self.is_limited = False  # see `limit_to`
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
-        self.kv_kind = tier.kv_kind(spec, block_size, activations)
+        self.kv_kind = tier.kv_kind(spec, block_size, activations) if kv_kind is None else kv_kind
         self.engine = NativeEngine(library, self._shape(block_size, num_threads, activations))
         self._matrices = Matrices(spec, weights, parallel, tier, self.engine)
         weights.takes_blocks = tier.takes_blocks

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
+from funitel.model_server.kv_cache.codes import KvDtype
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import CachedBatch, StepResult
@@ -25,7 +26,7 @@ class ExecutorOptions:
     """What the executor is told at start. `dtype` is the precision of the pool."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: KvDtype
     block_size: int
     memory_fraction: float | None
     allow_prefill_logprobs: bool

@@ -24,6 +24,7 @@ from funitel.model_server.executor.pool_sizing import (
 )
 from funitel.model_server.executor.prompt_scores import max_scored_tokens, score
 from funitel.model_server.forward.batch import RecordingForward, RowSpan
+from funitel.model_server.kv_cache.codes import kv_label
 from funitel.model_server.kv_cache.pool import HostBlocks, KVCache
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.sampling.sampler import SamplingState
@@ -255,7 +256,7 @@ class Warmup:
         if layout is not None:
             runner.cache.state_pool = self._make_states(layout, num_slots)
         message = "KV pool tokens=%d bytes=%d dtype=%s contexts=%.1f limit=%s"
-        logger.info(message, tokens, runner.pool.num_bytes, options.dtype, tokens / demand.context, limit)
+        logger.info(message, tokens, runner.pool.num_bytes, kv_label(options.dtype), tokens / demand.context, limit)
         if options.step_bytes is not None:
             logger.info("memory predicted_step_bytes=%d most_tokens=%d", step_bytes, most_tokens)
         return tokens

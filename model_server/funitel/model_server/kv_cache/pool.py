@@ -9,6 +9,7 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.kv_cache.codes import KvCodes, KvDtype, storage_dtype
 from funitel.model_server.kv_cache.layout import BlockLayout, LayerPlace
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.kv_cache.zeroed import zeros
@@ -31,7 +32,7 @@ class KVCache:
     of a token is both its key and its value. A pool of float8 takes numbers beyond its range as the largest it has.
 
     The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
-    its values [block_size, head_dim], heads one after the other.
+    its values [block_size, head_dim], heads one after the other. Codes have no views: only that step reads them.
 
     A `companion` is the pool of what makes draft tokens: of as many blocks, each of which belongs to the sequence that
     the block of the same id belongs to here.
@@ -50,13 +51,16 @@ class KVCache:
         heads: HeadSplit,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: KvDtype,
         device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        layout = BlockLayout.of(spec, heads, block_size)
-        self.pool = zeros((num_blocks, layout.num_elements), dtype, device)
+        layout = BlockLayout.of(spec, heads, block_size, dtype)
+        self.pool = zeros((num_blocks, layout.num_elements), storage_dtype(dtype), device)
+        if isinstance(dtype, KvCodes):
+            self.keys = self.values = self.index_keys = {}
+            return
         self.keys = {layer: self._view(place, 0) for layer, place in layout.places.items()}
         self.values = self.keys
         if spec.latent is None:
@@ -88,9 +92,9 @@ class KVCache:
         return [self] if self.companion is None else [self, self.companion]
 
     @staticmethod
-    def bytes_per_block(spec: ModelSpec, heads: HeadSplit, block_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(spec: ModelSpec, heads: HeadSplit, block_size: int, dtype: KvDtype) -> int:
         """Memory one block takes on the rank that has `heads`."""
-        return BlockLayout.of(spec, heads, block_size).num_elements * dtype.itemsize
+        return BlockLayout.of(spec, heads, block_size, dtype).num_elements * storage_dtype(dtype).itemsize
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
@@ -182,7 +186,7 @@ class SpecPools:
     spec: ModelSpec
     heads: HeadSplit
     block_size: int
-    dtype: torch.dtype
+    dtype: KvDtype
     device: torch.device
     state_layout: StateLayout | None = None
     has_parted_blocks: bool = True

@@ -17,6 +17,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
+from funitel.model_server.kv_cache.codes import KvDtype
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
@@ -30,7 +31,20 @@ from funitel.proto.step import Capability, ShardInfo
 
 logger = logging.getLogger(__name__)
 
-FLOAT8_KV = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FLOAT8_KV = {"fp8": torch.float8_e4m3fn, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def torch_kv_dtype(asked: str | None, dtype: torch.dtype) -> torch.dtype:
+    """The precision of the pool of a model that computes in `dtype`. Raises: `SettingsError`: torch has no such."""
+    own = str(dtype).removeprefix("torch.")
+    if asked is None or asked == own:
+        return dtype
+    if asked not in FLOAT8_KV:
+        raise SettingsError(
+            f"--kv-cache-dtype {asked} needs the fused CPU step, this model runs in torch, in {own}: "
+            f"there it is {own} or {', '.join(FLOAT8_KV)}"
+        )
+    return FLOAT8_KV[asked]
 
 
 class Footprint(Protocol):
@@ -55,7 +69,7 @@ class Loaded:
     decoder: Forward
     scores: LogitsProcessors
     precision: str
-    kv_dtype: torch.dtype
+    kv_dtype: KvDtype
     num_threads: int
     parallel: TensorParallel
     footprint: Footprint
@@ -87,7 +101,7 @@ def log_memory(
     parallel: TensorParallel,
     predicted: int,
     measured: int,
-    kv_dtype: torch.dtype,
+    kv_dtype: KvDtype,
 ) -> None:
     """Say what weights were to take and took, and what a token takes in the pool."""
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)

@@ -28,7 +28,7 @@ from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import NATIVE, TRANSFORMERS, ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec, Position
-from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
+from funitel.proto.errors import NoRow, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,6 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     """
     device = choose_device(settings.device, settings.device_number)
     set_threads(settings.num_threads or settings.most_threads)
-    if settings.kv_cache_dtype is not None and device.type == "cpu":
-        raise SettingsError(
-            f"--kv-cache-dtype {settings.kv_cache_dtype} is for GPUs, this is a CPU: keys and values have the "
-            f"precision of the step; leave it out"
-        )
     if device.type == "cpu":
         _tell_of_gpu_settings(settings)
     if settings.model_spec is None:
@@ -82,7 +77,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     link = None if stage is None else stage.link
     loaded: Loaded | None = None
     if tier is not None and is_fused:
-        loaded = load_fused(settings, spec, weights, parallel, tier, stage)
+        loaded = load_fused(settings, spec, weights, parallel, tier, codec, stage)
     loaded = loaded or load_torch(settings, spec, weights, parallel, link)
     loaded = loaded if stage is None else in_stage(loaded, stage)
     drafter, loaded, pools = add_drafter(target, plan, loaded)

@@ -9,7 +9,7 @@ from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.device.torch_import import register_shapes
 from funitel.model_server.kv_cache.pool import is_float8
-from funitel.model_server.loading.common import FLOAT8_KV, Loaded, in_torch, log_memory
+from funitel.model_server.loading.common import Loaded, in_torch, log_memory, torch_kv_dtype
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
 from funitel.model_server.models.adapters import take_adapters
 from funitel.model_server.models.cuda_graphs import recorded
@@ -37,7 +37,7 @@ def load_torch(
     predicted = torch_weight_bytes(*place, weights.dtype, weights.device, checkpoint=kept, spreads_experts=spread)
     before = bytes_in_use(weights.device)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    kv_dtype = FLOAT8_KV.get(settings.kv_cache_dtype or "", weights.dtype)
+    kv_dtype = torch_kv_dtype(settings.kv_cache_dtype, weights.dtype)
     attention = choose_attention(
         spec, heads, settings.block_size, weights.device, weights.dtype, kv_dtype, settings.attention
     )

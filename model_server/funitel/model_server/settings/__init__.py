@@ -31,7 +31,7 @@ QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
 ACTIVATION_DTYPES = ("int8", "int16")
-KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2")
+KV_CACHE_DTYPES = ("float32", "float16", "bfloat16", "fp8", "fp8_e4m3fn", "fp8_e5m2", "int8", "uint4")
 _PARENT = "Process id of the parent; this process stops when the parent ends."
 _ENGINE = (
     "What computes the model: native (own code), transformers (its code over the KV blocks) or llama_cpp (a GGUF by "
@@ -219,6 +219,9 @@ class ModelsSettings:
         refused=REFUSED_VALUES["quantize"],
         env=None,
     )
+    kv_cache_dtype: str | None = setting(
+        None, "Precision of the KV pool, as for serving.", choices=KV_CACHE_DTYPES, env=None
+    )
     model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
     trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
     speculate: int = setting(
@@ -317,8 +320,9 @@ class ModelServerSettings:
     )
     kv_cache_dtype: str | None = setting(
         None,
-        "Precision of the KV pool on a GPU if it differs from --dtype; the checkpoint's scales of keys and values are "
-        "used if it has any.",
+        "Precision of the KV pool; that of the step when not given. int8 and uint4 are codes with a scale and a zero "
+        "for each token and head, in the fused CPU step alone. fp8 is fp8_e4m3fn; on a GPU the checkpoint's scales of "
+        "keys and values are used with it if there are any.",
         choices=KV_CACHE_DTYPES,
     )
     rope_scaling: str | None = setting(

@@ -12,6 +12,7 @@
 
 #include "activations.h"
 #include "dense_products.h"
+#include "dot_products.h"
 #include "memory.h"
 #include "vector.h"
 
@@ -102,9 +103,25 @@ inline void finish(const Gathered& all, float* out, int head_dim) {
     }
 }
 
+// A query as levels of 16 bits, and what of its scores does not come of them: see kv_codes.h.
+struct LevelQuery {
+    float size, sum;    // of a level; of all levels, as numbers
+    float shift;        // of all scores
+    int32_t totals[2];  // negative sums of low and of high levels
+};
+
+// The weights of a part of the context as such levels, and the weighted sum of the zeros of values.
+struct LevelWeights {
+    float size, zeros;
+    int32_t totals[2];
+};
+
 // One thread's scratch: up to kMaxQueries queries over one part of the context.
 struct Scratch {
-    Memory memory;
+    Memory memory, words;
+    LevelQuery level_queries[kMaxQueries];
+    LevelWeights level_weights[kMaxQueries];
+    int num_weight_words;  // of a plane of weights
     int stride;       // scores of a query
     float* scores;    // [kMaxQueries][stride]
     float* queries;   // [head_dim][kMaxQueries], or pairs of bfloat16, [head_dim / 2][kMaxQueries]
@@ -119,7 +136,15 @@ struct Scratch {
         queries = scores + size_t(stride) * kMaxQueries;
         values = queries + width;
         gathered = values + width;
-        return true;
+        num_weight_words = part_tokens / block_size * divide_up(block_size, kQuad);
+        return words.grow(size_t(num_weight_words) * 2 * kMaxQueries * sizeof(int32_t));
+    }
+
+    // Low levels of a query's weights, then the high ones.
+    int32_t* weight_words(int place) const { return words.as<int32_t>() + size_t(place) * 2 * num_weight_words; }
+    void clear_weights(int place) {
+        level_weights[place] = {};
+        std::fill_n(weight_words(place), 2 * num_weight_words, 0);
     }
 };
 
@@ -301,6 +326,30 @@ struct Queries {
     float cap;                                // scores become cap * tanh(score / cap); 0: they stay
     bool has_slopes;
     float slopes[kMaxQueries];  // scores grow by slope * (token - own token)
+
+    // Cap and slope the scores of query `q`, and turn those of tokens [first, last) into weights, as `soften` does.
+    template <class T>
+    float weights(float* scores, int q, int from, int first, int last, float* most) const {
+        if (cap > 0.0f) cap_scores(scores, last - from, cap);
+        if (has_slopes) slope_scores(scores, last - from, high[q] - 1 - from, slopes[q]);
+        return soften<T>(scores, from, first, last, most);
+    }
+};
+
+// What queries see of a part [from, to) of their context: each the tokens [low, high), together [lowest, highest).
+struct Seen {
+    int low[kMaxQueries], high[kMaxQueries], lowest, highest;
+
+    Seen(const Queries& all, int from, int to) : lowest(to), highest(from) {
+        for (int q = 0; q < all.count; q++) {
+            low[q] = std::max(from, all.low[q]);
+            high[q] = std::max(low[q], std::min(to, all.high[q]));
+            if (low[q] < high[q]) {
+                lowest = std::min(lowest, low[q]);
+                highest = std::max(highest, high[q]);
+            }
+        }
+    }
 };
 
 template <class Kernel>
@@ -355,23 +404,16 @@ inline void attend_part(const Paged<typename Kernel::Number>& paged, int head, i
     using Number = typename Kernel::Number;
     constexpr int together = kTogether<Number>;
     using Weight = std::conditional_t<together == 2, Brain, float>;
-    int low[kMaxQueries], high[kMaxQueries], lowest = to, highest = from;
-    for (int q = 0; q < all.count; q++) {
-        low[q] = std::max(from, all.low[q]);
-        high[q] = std::max(low[q], std::min(to, all.high[q]));
-        if (low[q] < high[q]) {
-            lowest = std::min(lowest, low[q]);
-            highest = std::max(highest, high[q]);
-        }
-        parts[q] = {0.0f, 0.0f, s.values + size_t(q) * paged.head_dim};
-    }
-    if (lowest >= highest) return;
+    const Seen seen(all, from, to);
+    const int *low = seen.low, *high = seen.high;
+    for (int q = 0; q < all.count; q++) parts[q] = {0.0f, 0.0f, s.values + size_t(q) * paged.head_dim};
+    if (seen.lowest >= seen.highest) return;
     int size = paged.block_size;
-    for (int block = lowest / size; block * size < highest; block++) {
+    for (int block = seen.lowest / size; block * size < seen.highest; block++) {
         const Number* keys = paged.keys(block, head);
         for (int offset = 0; offset < size; offset += kLanes) {
             int token = block * size + offset;
-            if (token >= highest) break;
+            if (token >= seen.highest) break;
             score_block<Kernel>(paged, keys + offset * together, std::min(kLanes, size - offset), s, all.count, s.scores + (token - from));
         }
     }
@@ -379,9 +421,7 @@ inline void attend_part(const Paged<typename Kernel::Number>& paged, int head, i
     for (int q = 0; q < all.count; q++) {
         if (low[q] >= high[q]) continue;
         float* scores = s.scores + size_t(q) * s.stride;
-        if (all.cap > 0.0f) cap_scores(scores, high[q] - from, all.cap);
-        if (all.has_slopes) slope_scores(scores, high[q] - from, all.high[q] - 1 - from, all.slopes[q]);
-        parts[q].weight = soften<Weight>(scores, from, low[q], high[q], &parts[q].largest);
+        parts[q].weight = all.weights<Weight>(scores, q, from, low[q], high[q], &parts[q].largest);
     }
     // Queries share the tokens all of them see; the rest each one adds alone, before and after, in the same order.
     for (int q = 0; q < all.count;) {
@@ -404,5 +444,37 @@ inline void attend_part(const Paged<typename Kernel::Number>& paged, int head, i
         q += n;
     }
 }
+
+// What is taken away from keys before they become codes, and maps of keys and of queries that leave their products what
+// they are. Of one layer, [num_kv_heads][dim] and [num_kv_heads][dim][dim]; null for none.
+struct KeyFrame {
+    const float *shift = nullptr, *key_map = nullptr, *query_map = nullptr;
+
+    KeyFrame of_head(int head, int dim) const {
+        if (shift == nullptr) return {};
+        const size_t size = size_t(dim) * dim;
+        return {shift + size_t(head) * dim, key_map + head * size, query_map + head * size};
+    }
+};
+
+// Numbers as keys and values, for the engine: how they are written, and how queries attend to them.
+template <class Kernel>
+struct NumberKeys {
+    using Number = typename Kernel::Number;
+    using Pages = Paged<Number>;
+
+    static Pages pages(void* pool, const int32_t* blocks, int block_size, int num_kv_heads, int head_dim, int num_layers,
+                       int layer, const KeyFrame&) {
+        const size_t half = size_t(block_size) * num_kv_heads * head_dim;
+        return {static_cast<Number*>(pool), blocks, 2 * half * num_layers, 2 * half * layer, half, block_size, head_dim};
+    }
+    static void set_query(const Pages& pages, int, Scratch& s, int place, const float* query) {
+        funitel::set_query<Kernel>(s, place, query, pages.head_dim);
+    }
+    static void attend(const Pages& pages, int head, int from, int to, const Queries& all, Scratch& s, Gathered* parts) {
+        attend_part<Kernel>(pages, head, from, to, all, s, parts);
+    }
+    static void leave(float*, int) {}
+};
 
 }  // namespace funitel

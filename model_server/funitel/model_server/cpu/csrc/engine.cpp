@@ -9,6 +9,8 @@
 #include "attention.h"
 #include "entry.h"
 #include "experts.h"
+#include "float8.h"
+#include "kv_codes.h"
 #include "latent.h"
 #include "layout.h"
 #include "low_rank.h"
@@ -56,6 +58,15 @@ class Engine {
     std::vector<Turn> turns;
     std::vector<Mixture> mixtures;
 
+    // Of the keys of all layers, [num_layers] times what a KeyFrame has; empty for none.
+    struct KeyFrames {
+        std::vector<float> shifts, key_maps, query_maps;
+    };
+    KeyFrames key_frames;
+
+    // Where queries and keys are added up, null for nowhere; see `funitel_observe`.
+    double* observed = nullptr;
+
     // The ranks to sum over, if they meet in memory; they outlive the last step.
     Ranks* ranks = nullptr;
 
@@ -94,6 +105,18 @@ class Engine {
         }
         following_.assign(count, nullptr);
         for (int i = count - 1; i > 0; i--) following_[i - 1] = first_product(program_[i], following_[i]);
+    }
+
+    // Bytes of a layer's keys and values in a block of the pool; of latents there are none.
+    size_t layer_bytes() const {
+        size_t found = 0;
+        const Shape& s = shape_;
+        with_keys([&](auto of) {
+            using Keys = typename decltype(of)::Type;
+            const auto pages = Keys::pages(nullptr, nullptr, s.block_size, s.num_kv_heads, s.head_dim, 1, 0, {});
+            found = pages.block_stride * sizeof *pages.pool;
+        });
+        return found;
     }
 
     void add_turn(std::vector<float> frequencies, float amplitude, bool is_interleaved) {
@@ -250,7 +273,7 @@ class Engine {
             case kLinear: return linear(operation);
             case kRotate: return rotate_heads(operation);
             case kAttend:
-                return with_kernel([&](auto kernel) { attend<typename decltype(kernel)::Type>(operation); });
+                return with_keys([&](auto keys) { attend<typename decltype(keys)::Type>(operation); });
             case kAdd: return add_partial(operation.scale);
             case kNormalise: return normalise_rows(operation);
             case kClip: return clip(operation.cap);
@@ -261,10 +284,10 @@ class Engine {
             case kAddExperts:
                 return experts_.leave(static_cast<Mode>(operation.b), operation.scale, buffer(operation.c));
             case kTurnLatents:
-                if (shape_.kv_kind == kFloat16) return turn_latents<Half>(operation);
+                if (shape_.kv_kind == kKvFloat16) return turn_latents<Half>(operation);
                 return turn_latents<float>(operation);
             case kAttendLatents:
-                if (shape_.kv_kind == kFloat16) return attend_latents<Half>(operation);
+                if (shape_.kv_kind == kKvFloat16) return attend_latents<Half>(operation);
                 return attend_latents<float>(operation);
             case kReduce:
             case kSelect: return;
@@ -482,12 +505,21 @@ class Engine {
         }
     }
 
-    template <class T>
-    Paged<T> paged(int row, int layer) const {
-        size_t half = size_t(shape_.block_size) * shape_.num_kv_heads * shape_.head_dim;
+    // Where the keys and values of a layer and a row lie.
+    template <class Keys>
+    typename Keys::Pages pages(int row, int layer) const {
         const int32_t* blocks = batch_->blocks + batch_->table_starts[row];
-        return {static_cast<T*>(batch_->pool), blocks, 2 * half * shape_.num_layers, 2 * half * layer, half,
-                shape_.block_size, shape_.head_dim};
+        const Shape& s = shape_;
+        return Keys::pages(batch_->pool, blocks, s.block_size, s.num_kv_heads, s.head_dim, s.num_layers, layer,
+                           key_frame(layer));
+    }
+
+    // What is done to the keys of a layer before they become codes.
+    KeyFrame key_frame(int layer) const {
+        if (key_frames.shifts.empty()) return {};
+        const size_t count = size_t(shape_.num_kv_heads) * shape_.head_dim, first = count * layer;
+        const size_t map = first * shape_.head_dim;
+        return {&key_frames.shifts[first], &key_frames.key_maps[map], &key_frames.query_maps[map]};
     }
 
     void rotate_heads(const Operation& operation) {
@@ -510,9 +542,38 @@ class Engine {
                     for (int i = 0; i < dim; i++) head[i] *= scale;
                 }
             }
-            with_float(static_cast<Kind>(shape_.kv_kind),
-                       [&](auto of) { keep<typename decltype(of)::Type>(token, operation.a, heads); });
+            with_keys([&](auto of) { keep<typename decltype(of)::Type>(token, operation.a, heads); });
         });
+        if (observed != nullptr) observe(operation.a);
+    }
+
+    // Add up queries, keys and their products with themselves, head by head: see `funitel_observe`.
+    void observe(int layer) {
+        const int dim = shape_.head_dim, num_kv = shape_.num_kv_heads;
+        const size_t square = size_t(dim) * dim;
+        for_each(threads_, num_kv, [&](int h, int) {
+            double* target = observed + (size_t(layer) * num_kv + h) * (dim + 2 * square);
+            std::vector<float> sum(dim), keys(square + kLanes), queries(square + kLanes);
+            for (int token = 0; token < num_rows_; token++) {
+                const float* heads = qkv_.as<float>() + size_t(token) * qkv_size();
+                const float* key = heads + (shape_.num_heads + h) * dim;
+                for (int i = 0; i < dim; i++) sum[i] += key[i];
+                add_products(key, dim, keys.data());
+                for (int g = 0; g < group(); g++) add_products(heads + (h * group() + g) * dim, dim, queries.data());
+            }
+            for (int i = 0; i < dim; i++) target[i] += sum[i];
+            for (size_t i = 0; i < square; i++) target[dim + i] += keys[i];
+            for (size_t i = 0; i < square; i++) target[dim + square + i] += queries[i];
+        });
+    }
+
+    static void add_products(const float* x, int dim, float* target) {
+        for (int i = 0; i < dim; i++, target += dim) {
+            const F16 factor = splat(x[i]);
+            for (int j = 0; j < dim; j += kLanes) {
+                store(target + j, fma(factor, load(x + j, dim - j), load(target + j, dim - j)), dim - j);
+            }
+        }
     }
 
     void normalise_head(const Norm& norm, float* head, int index, const float* sum) const {
@@ -524,9 +585,9 @@ class Engine {
         rescale(head, head, shape_.head_dim, 0.0f, factor, weight, bias);
     }
 
-    template <class T>
+    template <class Keys>
     void keep(int token, int layer, const float* heads) const {
-        Paged<T> target = paged<T>(layout_.rows_of[token], layer);
+        const auto target = pages<Keys>(layout_.rows_of[token], layer);
         const float* keys = heads + shape_.num_heads * shape_.head_dim;
         const float* values = keys + shape_.num_kv_heads * shape_.head_dim;
         for (int h = 0; h < shape_.num_kv_heads; h++) {
@@ -536,26 +597,31 @@ class Engine {
 
     int partial_size() const { return shape_.head_dim + 2; }
 
-    // Call a function with the kernel of attention to the pool's kind of keys and values.
+    // Call a function with the pool's kind of keys and values.
     template <class Function>
-    void with_kernel(Function function) const {
-        switch (shape_.kv_kind) {
-            case kFloat16: return function(Of<DenseProduct<Half>>());
-            case kBFloat16:
+    void with_keys(Function function) const {
+        switch (static_cast<KvKind>(shape_.kv_kind)) {
+            case kKvFloat16: return function(Of<NumberKeys<DenseProduct<Half>>>());
+            case kKvBFloat16:
 #if defined(__AVX512VNNI__)
-                if (has_pair_products()) return function(Of<FastPairProduct>());
+                if (has_pair_products()) return function(Of<NumberKeys<FastPairProduct>>());
 #endif
-                return function(Of<PairProduct>());
-            default: return function(Of<DenseProduct<float>>());
+                return function(Of<NumberKeys<PairProduct>>());
+            case kKvInt8: return function(Of<CodeKeys<8>>());
+            case kKvUint4: return function(Of<CodeKeys<4>>());
+            case kKvE4M3: return function(Of<NumberKeys<DenseProduct<E4M3>>>());
+            case kKvE5M2: return function(Of<NumberKeys<DenseProduct<E5M2>>>());
+            case kKvFloat32: break;
         }
+        return function(Of<NumberKeys<DenseProduct<float>>>());
     }
 
-    template <class Kernel>
+    template <class Keys>
     void attend(const Operation& operation) {
         int num_kv = shape_.num_kv_heads, num_items = static_cast<int>(layout_.items.size()) * num_kv;
         for_each(threads_, num_items, [&](int chunk, int thread) {
             int index = num_items - 1 - chunk;  // the longest contexts come last in a batch: begin with them
-            attend_item<Kernel>(layout_.items[index / num_kv], index % num_kv, operation, scratch_[thread]);
+            attend_item<Keys>(layout_.items[index / num_kv], index % num_kv, operation, scratch_[thread]);
         });
         if (layout_.splits.empty()) return;
         int heads = shape_.num_heads, dim = shape_.head_dim;
@@ -568,16 +634,18 @@ class Engine {
                     float* source = partials_.as<float>() + (size_t(split.slot + part) * heads + h) * partial_size();
                     merge(all, {source[0], source[1], source + 2}, dim);
                 }
-                finish(all, attended_.as<float>() + size_t(split.token) * attended_size() + h * dim, dim);
+                float* out = attended_.as<float>() + size_t(split.token) * attended_size() + h * dim;
+                finish(all, out, dim);
+                Keys::leave(out, dim);
             }
         });
     }
 
-    template <class Kernel>
+    template <class Keys>
     void attend_item(const Layout::Item& item, int kv_head, const Operation& operation, Scratch& s) {
         int dim = shape_.head_dim, heads_each = std::min(group(), kMaxQueries), window = operation.b;
         const float* slopes = vector(operation.c);
-        auto source = paged<typename Kernel::Number>(item.row, operation.a);
+        const auto source = pages<Keys>(item.row, operation.a);
         for (int g = 0; g < group(); g += heads_each) {
             int heads = std::min(heads_each, group() - g), first_head = kv_head * group() + g;
             Queries queries;
@@ -594,22 +662,22 @@ class Engine {
                     queries.low[place] = low;
                     queries.high[place] = position + 1;
                     if (slopes != nullptr) queries.slopes[place] = slopes[first_head + h];
-                    set_query<Kernel>(s, place, q + h * dim, dim);
+                    Keys::set_query(source, kv_head, s, place, q + h * dim);
                 }
                 lowest = std::min(lowest, low);
                 highest = std::max(highest, position + 1);
             }
-            attend_queries<Kernel>(source, kv_head, first_head, heads, item, queries, lowest, highest, s);
+            attend_queries<Keys>(source, kv_head, first_head, heads, item, queries, lowest, highest, s);
         }
     }
 
-    template <class Kernel>
-    void attend_queries(const Paged<typename Kernel::Number>& source, int kv_head, int first_head, int heads,
+    template <class Keys>
+    void attend_queries(const typename Keys::Pages& source, int kv_head, int first_head, int heads,
                         const Layout::Item& item, const Queries& queries, int lowest, int highest, Scratch& s) {
         int dim = shape_.head_dim;
         Gathered parts[kMaxQueries], all[kMaxQueries];
         if (item.part >= 0) {
-            attend_part<Kernel>(source, kv_head, item.part * part_, (item.part + 1) * part_, queries, s, parts);
+            Keys::attend(source, kv_head, item.part * part_, (item.part + 1) * part_, queries, s, parts);
             for (int h = 0; h < heads; h++) {
                 size_t place = size_t(item.slot) * shape_.num_heads + first_head + h;
                 float* target = partials_.as<float>() + place * partial_size();
@@ -621,12 +689,14 @@ class Engine {
         }
         for (int q = 0; q < queries.count; q++) all[q] = {0.0f, 0.0f, s.gathered + size_t(q) * dim};
         for (int part = lowest / part_; part * part_ < highest; part++) {
-            attend_part<Kernel>(source, kv_head, part * part_, (part + 1) * part_, queries, s, parts);
+            Keys::attend(source, kv_head, part * part_, (part + 1) * part_, queries, s, parts);
             for (int q = 0; q < queries.count; q++) merge(all[q], parts[q], dim);
         }
         for (int q = 0; q < queries.count; q++) {
             size_t token = item.first + q / heads;
-            finish(all[q], attended_.as<float>() + token * attended_size() + (first_head + q % heads) * dim, dim);
+            float* out = attended_.as<float>() + token * attended_size() + (first_head + q % heads) * dim;
+            finish(all[q], out, dim);
+            Keys::leave(out, dim);
         }
     }
 
@@ -765,6 +835,26 @@ int32_t ENTRY(funitel_mixture)(Engine* engine, const funitel::Mixture* mixture) 
         return funitel::kNoMemory;
     }
 }
+
+// Add up queries and keys of the steps to come, for each layer and KV head: keys [head_dim], their products with
+// themselves [head_dim, head_dim], and those of queries. Null to stop.
+void ENTRY(funitel_observe)(Engine* engine, double* target) { engine->observed = target; }
+
+// Change keys before they become codes: see KeyFrame, of all layers one after the other. Maps lie input by input.
+// Returns 0 or kNoMemory.
+int32_t ENTRY(funitel_key_frames)(Engine* engine, const float* shifts, const float* key_maps, const float* query_maps,
+                                  int64_t num_shifts, int64_t num_maps) {
+    try {
+        engine->key_frames = {{shifts, shifts + num_shifts}, {key_maps, key_maps + num_maps},
+                              {query_maps, query_maps + num_maps}};
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+// Bytes of a layer in a block of the pool, of the engine's kind of keys and values.
+int64_t ENTRY(funitel_layer_bytes)(const Engine* engine) { return engine->layer_bytes(); }
 
 // See Engine::bytes_read.
 int64_t ENTRY(funitel_bytes_read)(const Engine* engine) { return engine->bytes_read(); }

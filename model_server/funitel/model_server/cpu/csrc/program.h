@@ -36,6 +36,9 @@ enum Code : int32_t {
 enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits, kHeld, kQueryLatents, kLatents };
 enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate, kMultiply };
 
+// How keys and values are kept; numbered as in precision.py. BFloat16 needs even sizes; of latents there are the first two.
+enum KvKind : int32_t { kKvFloat32, kKvFloat16, kKvBFloat16, kKvE4M3, kKvE5M2, kKvInt8, kKvUint4 };
+
 struct Operation {
     int32_t code, a, b, c, d, e;
     float scale, cap;
@@ -43,7 +46,7 @@ struct Operation {
 
 struct Shape {
     int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
-    int32_t kv_kind;  // kFloat32, kFloat16, or kBFloat16 where head_dim and block_size are even and there are no latents
+    int32_t kv_kind;  // a KvKind
     int32_t num_threads, level_bits;
     // Of latent attention, 0 without: elements of a latent that are a value, and that turn, those of a head's values, and
     // of the latents of queries. There, head_dim is the size of a query.

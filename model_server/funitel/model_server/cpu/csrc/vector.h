@@ -101,6 +101,14 @@ inline __m256 fold_max(F16 a) {
 inline unsigned at_most(F16 x, F16 y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_LE_OQ); }
 // Round to signed bytes, with saturation.
 inline __m128i to_bytes(F16 x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)); }
+// Each lane gets the value of the one `Step` away, of pairs of runs of so many lanes: 1, 2, 4 or 8.
+template <int Step>
+inline F16 partner(F16 x) {
+    if constexpr (Step == 1) return {_mm512_permute_ps(x.v, 0xb1)};
+    if constexpr (Step == 2) return {_mm512_permute_ps(x.v, 0x4e)};
+    if constexpr (Step == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
+    if constexpr (Step == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
+}
 
 #else
 
@@ -192,6 +200,14 @@ inline __m128i to_bytes(F16 x) {
     words = _mm256_permute4x64_epi64(words, 0xd8);
     return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
+// Each lane gets the value of the one `Step` away, of pairs of runs of so many lanes: 1, 2, 4 or 8.
+template <int Step>
+inline F16 partner(F16 x) {
+    if constexpr (Step == 1) return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+    if constexpr (Step == 2) return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+    if constexpr (Step == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    if constexpr (Step == 8) return {x.b, x.a};
+}
 
 #endif
 
@@ -208,6 +224,8 @@ inline float largest(F16 x) {
     w = _mm_max_ps(w, _mm_movehl_ps(w, w));
     return _mm_cvtss_f32(_mm_max_ss(w, _mm_movehdup_ps(w)));
 }
+
+inline float smallest(F16 x) { return -largest(sub(splat(0.0f), x)); }
 
 // Of sixteen signed bytes.
 inline int sum(__m128i bytes) {

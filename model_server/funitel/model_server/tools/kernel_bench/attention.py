@@ -16,7 +16,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import KV_DTYPES, FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.native import Batch, Code, NativeEngine, NativeOperation, Shape
-from funitel.model_server.cpu.precision import MatrixKind, Tier
+from funitel.model_server.cpu.precision import KvKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
@@ -35,14 +35,14 @@ class AttentionCost:
 
 
 def measure_attention(
-    library: ctypes.CDLL, spec: ModelSpec, *, kv_kind: MatrixKind, num_threads: int, footprint: int, seconds: float
+    library: ctypes.CDLL, spec: ModelSpec, *, kv_kind: KvKind, num_threads: int, footprint: int, seconds: float
 ) -> AttentionCost:
     """Time the attention of whole steps, for `seconds` at least; sequences that fill `footprint` bytes take turns."""
-    dtype = KV_DTYPES[kv_kind]
-    num_values = CONTEXT * 2 * spec.num_kv_heads * spec.head_dim
-    num_bytes = num_values * dtype.itemsize
-    num_sequences = -(-footprint // (num_bytes * spec.num_layers))
-    pool = torch.ones(num_sequences * spec.num_layers * num_values, dtype=dtype)
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
+    blocks_each = CONTEXT // BLOCK_SIZE
+    block_bytes = KVCache.bytes_per_block(spec, heads, BLOCK_SIZE, KV_DTYPES[kv_kind])
+    num_sequences = -(-footprint // (block_bytes * blocks_each))
+    pool = torch.ones(num_sequences * blocks_each * block_bytes // 2, dtype=torch.float16)
     shape = Shape(
         hidden_size=spec.num_heads * spec.head_dim,
         head_dim=spec.head_dim,
@@ -56,7 +56,7 @@ def measure_attention(
     )
     engine = NativeEngine(library, shape)
     engine.set_program([NativeOperation(Code.ATTEND, layer, 0, NO_SLOPES) for layer in range(spec.num_layers)])
-    blocks = np.arange(num_sequences * CONTEXT // BLOCK_SIZE, dtype=np.int32).reshape(num_sequences, -1)
+    blocks = np.arange(num_sequences * blocks_each, dtype=np.int32).reshape(num_sequences, -1)
     start, length, first = (np.array([value], dtype=np.int32) for value in (CONTEXT - 1, 1, 0))
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -74,7 +74,7 @@ def measure_attention(
         engine.run(batch, 0)
         times.append(time.perf_counter() - begin)
     num_products = 2 * CONTEXT * spec.num_heads * spec.head_dim
-    return AttentionCost(min(times) / spec.num_layers, num_bytes, num_products)
+    return AttentionCost(min(times) / spec.num_layers, block_bytes * blocks_each // spec.num_layers, num_products)
 
 
 CPU = torch.device("cpu")

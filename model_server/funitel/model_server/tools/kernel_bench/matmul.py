@@ -34,7 +34,7 @@ from funitel.model_server.cpu.native import (
     Shape,
     load_library,
 )
-from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, KvKind, MatrixKind, Tier
 from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder, resolve
@@ -187,7 +187,7 @@ def _tell_step(
 
 def _rows(
     kinds: Mapping[str, MatrixKind],
-    kv_kind: MatrixKind,
+    kv_kind: KvKind,
     spec: ModelSpec,
     all_rows: tuple[int, ...],
     library: ctypes.CDLL,

@@ -10,11 +10,12 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import KV_DTYPES
 from funitel.model_server.cpu.footprint import weight_bytes
-from funitel.model_server.cpu.precision import ActivationDtype, Tier, choose_tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier, asked_kv_kind, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.kv_cache.codes import KvDtype, kv_label
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.state_pool import StateLayout
-from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.loading.common import choose_device, choose_dtype, torch_kv_dtype
 from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.quantized.config import check_flag
@@ -22,7 +23,7 @@ from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
+from funitel.model_server.tools.models.needs import Needs, with_memory
 
 _META = torch.device("meta")
 
@@ -48,18 +49,21 @@ def estimate_alone(
         reason = "the drafter reads hidden states that the fused step does not keep"
     if tier is not None and reason is None:
         held = [weight_bytes(spec, rank, tier, weights.block_type) for rank in ranks]
-        kv_dtype = KV_DTYPES[tier.kv_kind(spec, settings.block_size, ActivationDtype.INT8)]
+        asked, size = settings.kv_cache_dtype, settings.block_size
+        usual = tier.kv_kind(spec, size, ActivationDtype.INT8)
+        kv_dtype: KvDtype = KV_DTYPES[usual if asked is None else asked_kv_kind(spec, size, asked)]
         served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
     else:
-        dtype = kv_dtype = weights.dtype
+        dtype = weights.dtype
+        kv_dtype = torch_kv_dtype(settings.kv_cache_dtype, dtype)
         held = [torch_weight_bytes(spec, each.rank, each.size, dtype, device, checkpoint=weights) for each in ranks]
-        served_by, precision = "torch", name_of(dtype)
+        served_by, precision = "torch", kv_label(dtype)
     facts = Needs(
         architecture=spec.architecture,
         served_by=served_by,
         why=reason or "",
         precision=precision,
-        kv_precision=name_of(kv_dtype),
+        kv_precision=kv_label(kv_dtype),
         context=spec.max_position_embeddings,
         weights=tuple(held),
     )
@@ -88,8 +92,8 @@ def estimate_seq2seq(settings: ModelsSettings, folder: Path, spec: Seq2SeqSpec) 
     facts = Needs(
         architecture=spec.decoder.architecture,
         served_by="torch, as an encoder-decoder",
-        precision=name_of(dtype),
-        kv_precision=name_of(dtype),
+        precision=kv_label(dtype),
+        kv_precision=kv_label(dtype),
         context=spec.whole.max_position_embeddings,
         weights=tuple(map(held, range(size))),
     )

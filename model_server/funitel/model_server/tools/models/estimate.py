@@ -8,13 +8,14 @@ from typing import Any
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import read_json, weight_files
+from funitel.model_server.kv_cache.codes import kv_label
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
 from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.tools.models import decoder_estimate, drafter_estimate, transformers_estimate
-from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
+from funitel.model_server.tools.models.needs import Needs, with_memory
 from funitel.proto.errors import NoRow, SettingsError
 
 
@@ -54,7 +55,7 @@ def _encoder_needs(settings: ModelsSettings, folder: Path) -> Needs:
     facts = Needs(
         architecture=spec.architecture,
         served_by="torch, as an encoder",
-        precision=name_of(dtype),
+        precision=kv_label(dtype),
         context=spec.max_tokens,
         weights=(_count_elements(folder) * dtype.itemsize,),
     )

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from funitel.model_server.device.host_memory import AvailableMemory, available_memory
 from funitel.model_server.device.memory import Gpu, GpuState
 from funitel.model_server.executor.pool_sizing import (
@@ -97,8 +95,3 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[PoolSize
         states=states,
         state_slots=max(0, num_slots - 1),  # slot 0 is no sequence's
     )
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A precision as flags call it."""
-    return str(dtype).removeprefix("torch.")

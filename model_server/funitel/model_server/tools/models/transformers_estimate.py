@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.kv_cache.codes import kv_label
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.flags import check_quantize
 from funitel.model_server.loading.transformers import context_of, models_without
@@ -17,7 +18,7 @@ from funitel.model_server.models.transformers_fallback.packed import PackedModel
 from funitel.model_server.models.transformers_fallback.pool import CacheLayout, FallbackPools
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
 from funitel.model_server.settings import ModelsSettings
-from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
+from funitel.model_server.tools.models.needs import Needs, with_memory
 from funitel.proto.errors import FunitelError, NoRow
 
 _META = torch.device("meta")
@@ -40,8 +41,8 @@ def estimate(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Needs:
         architecture=named(read_json(folder / "config.json")),
         served_by="transformers, over our blocks",
         why=no_row.why,
-        precision=name_of(dtype),
-        kv_precision=name_of(dtype),
+        precision=kv_label(dtype),
+        kv_precision=kv_label(dtype),
         context=context,
         weights=tuple(_num_elements(model, split, rank) * dtype.itemsize for rank in range(settings.num_shard)),
     )

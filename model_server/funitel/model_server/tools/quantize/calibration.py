@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from funitel.model_server import files
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import SettingsError
 
-BUILT_IN = Path(__file__).with_name("calibration.txt")
+BUILT_IN = Path(files.__file__).with_name("calibration.txt")
 _SEPARATOR = "\n=====\n"  # between the texts of the file that comes with us
 
 

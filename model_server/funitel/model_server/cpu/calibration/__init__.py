@@ -1,0 +1,1 @@
+"""What the fused step settles by itself when a model is loaded: threads, and frames of keys."""
