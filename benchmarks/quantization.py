@@ -71,7 +71,7 @@ def layer_errors(source: Path, folders: list[Path], ids: list[int]) -> dict[Path
     )
     walk = Walk(spec, source_weights, [ids])
     found: dict[Path, dict[str, list[float]]] = {folder: defaultdict(list) for folder in folders}
-    progress = Progress("comparing layers", spec.num_layers)
+    progress = Progress("comparing layers", spec.num_layers, unit="layers")
     for index in range(spec.num_layers):
         layer = walk.load(index)
         for inputs in inputs_of(spec, source_weights.prefix, index):

@@ -23,6 +23,7 @@ from funitel.model_server.settings import (
     KernelSettings,
     ModelServerSettings,
     ModelsSettings,
+    PerplexitySettings,
     QuantizeSettings,
     RemoveCachedSettings,
     SpecSettings,
@@ -74,6 +75,14 @@ def quantize(settings: QuantizeSettings) -> None:
         if received:  # native code makes errors of its own of an exception that a signal raised inside it
             sys.exit(128 + received[0])
         raise
+
+
+@requiring("server", "measuring perplexity")
+def perplexity(settings: PerplexitySettings) -> None:
+    """Measure how well a model predicts a text, and print it."""
+    from funitel.model_server.tools.perplexity.command import run  # torch: seconds to import, not wanted for --help
+
+    print(run(settings))
 
 
 @requiring("server", "measuring kernels")
@@ -170,6 +179,10 @@ def _log_as_quantizer(settings: QuantizeSettings) -> None:
     logs.configure("quantize", json_output=settings.json_output, level=settings.logger_level)
 
 
+def _log_as_ruler(settings: PerplexitySettings) -> None:
+    logs.configure("perplexity", json_output=settings.json_output, level=settings.logger_level)
+
+
 def _command(name: str, cls: type[Any], run: Callable[[Any], None], **more: Any) -> None:
     app.command(name, cls=SettingsCommand)(as_command(cls, run, ARGUMENTS[cls], **more))
 
@@ -177,6 +190,7 @@ def _command(name: str, cls: type[Any], run: Callable[[Any], None], **more: Any)
 _command("serve", ModelServerSettings, serve, program="shard", set_up=_log_as_shard)
 _command("download-weights", DownloadSettings, download, program="download", set_up=_log_as_download)
 _command("quantize", QuantizeSettings, quantize, program="quantize", set_up=_log_as_quantizer)
+_command("perplexity", PerplexitySettings, perplexity, set_up=_log_as_ruler)
 _command("bench-kernels", KernelSettings, bench_kernels, set_up=_log_as_measurement)
 _command("spec", SpecSettings, spec)
 _command("models", ModelsSettings, models)
