@@ -52,10 +52,11 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         console = Console(file=self._stream, force_terminal=self._stream.isatty())
         self._is_terminal = console.is_terminal and not console.is_dumb_terminal
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn())
+        columns = [TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn()]
+        columns += [DownloadColumn()] if unit is None else [MofNCompleteColumn(), TextColumn(unit, markup=False)]
         # Stdout is not redirected: it has the result of the work, also where the bar was never finished.
         self._bar = Bar(
-            *(*columns, DownloadColumn() if unit is None else MofNCompleteColumn(), TextColumn(unit or "")),
+            *columns,
             console=console,
             auto_refresh=False,
             redirect_stdout=False,

@@ -552,7 +552,9 @@ class PerplexitySettings:
         None, "Reference model, with the same tokenizer: adds the KL divergence from it.", env=None
     )
     against_dtype: str | None = setting(
-        None, "Precision of the reference; float32 when neither this nor its --quantize is given.", choices=DTYPES,
+        None,
+        "Precision of the reference; float32 when neither this nor its --quantize is given.",
+        choices=DTYPES,
         env=None,
     )
     against_quantize: str | None = setting(
@@ -572,7 +574,7 @@ class PerplexitySettings:
     )
     stride: int | None = setting(
         None,
-        "Tokens from the begin of a window to that of the next; as --window when not given. Tokens that the window "
+        "Tokens between the starts of two windows; as --window when not given. Tokens that the window "
         "before has scored are context only.",
         env=None,
         bounds=POSITIVE,

@@ -21,6 +21,11 @@ from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel
 from funitel.proto.settings.fields import project
 
 
+def print_perplexity(settings: PerplexitySettings) -> None:
+    """Measure and print. Raises: see `run`."""
+    print(run(settings))
+
+
 def run(settings: PerplexitySettings) -> str:
     """Measure, draw the picture if it is asked for, and return what is to be printed.
 
@@ -84,7 +89,7 @@ def _subjects(settings: PerplexitySettings, folder: Path) -> list[Source]:
     if settings.tiers is None:
         return [Source(settings.model_id, given, folder)]
     return [
-        Source(tier, replace(given, **{"dtype" if tier in DTYPES else "quantize": tier}), folder)
+        Source(tier, replace(given, dtype=tier) if tier in DTYPES else replace(given, quantize=tier), folder)
         for tier in settings.tiers
     ]
 

@@ -1,4 +1,4 @@
-"""The measurement: models are loaded one after the other, beside the reference, and predict the windows of the texts."""
+"""The measurement: models are loaded one after the other, beside the reference, and predict the windows of texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.settings import DEFAULT_WINDOW, ModelServerSettings
-from funitel.model_server.tools.perplexity.report import Report, Row
+from funitel.model_server.tools.perplexity.report import QualityReport, Row
 from funitel.model_server.tools.perplexity.scores import Distance, Scores
 from funitel.model_server.tools.perplexity.subject import Subject, pieces_of
 from funitel.model_server.tools.perplexity.windows import TokenizedText, Window, windows_of
@@ -47,7 +47,7 @@ class Measurement:
     reference: Source | None
     subjects: Sequence[Source]
 
-    def run(self) -> Report:
+    def run(self) -> QualityReport:
         """Load, predict and compare.
 
         Raises:
@@ -71,7 +71,7 @@ class Measurement:
             distance = None if reference is None else scores[-1].distance(scores[0])
             rows.append(_row(subject, source, scores[-1], num_bytes, distance))
             subject.close()
-        return Report(
+        return QualityReport(
             text=self.text,
             num_tokens=scores[-1].num_tokens,
             num_bytes=num_bytes,
@@ -117,7 +117,7 @@ def _predict(windows: Sequence[Window], models: Sequence[Subject]) -> list[Score
             against: torch.Tensor | None = None
             for model, found in zip(models, scores, strict=True):
                 logits = model.forward(window.ids, begin, end, wanted)
-                if wanted == "none":
+                if wanted == "none" or logits is None:
                     continue
                 found.add(logits, torch.tensor(window.ids[begin + 1 : end + 1], device=logits.device), against)
                 against = logits

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from funitel.model_server.tools.perplexity.report import Report, Row
+from funitel.model_server.tools.perplexity.report import QualityReport, Row
 
 _COLUMN, _MIN_PANEL, _HEIGHT = 96, 260, 230  # of a model; of a panel; of its plot
 _LEFT, _TOP, _BOTTOM, _GAP = 76, 74, 66, 34
@@ -72,7 +72,7 @@ class Panel:
         return _HEIGHT * (high - value) / (high - low)
 
 
-def picture_of(report: Report) -> str:
+def picture_of(report: QualityReport) -> str:
     """The SVG of a report with at least one row."""
     panels = [Panel("perplexity", False, [_perplexity(row) for row in report.rows])]
     if any(row.distance is not None and row.distance.kl_mean > 0 for row in report.rows):

@@ -7,7 +7,7 @@ from typing import Any
 
 from funitel.model_server.tools.perplexity.scores import Distance, Likelihood
 
-NO_DISTANCE = dict.fromkeys(Distance.__dataclass_fields__)
+NO_DISTANCE = dict.fromkeys(Distance.__dataclass_fields__)  # null in JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class QualityReport:
     """The figures of all models on the same tokens.
 
     Attributes:
@@ -56,7 +56,7 @@ class Report:
     rows: Sequence[Row]
 
 
-def json_of(report: Report) -> str:
+def json_of(report: QualityReport) -> str:
     """One JSON object; figures that a row has not are null."""
     return json.dumps(
         {
@@ -75,10 +75,10 @@ def json_of(report: Report) -> str:
 def _flat(row: Row) -> dict[str, Any]:
     fields = asdict(row)
     likelihood, distance = fields.pop("likelihood"), fields.pop("distance")
-    return fields | likelihood | (distance or NO_DISTANCE)
+    return {**fields, **likelihood, **(distance or NO_DISTANCE)}
 
 
-def table_of(report: Report) -> str:
+def table_of(report: QualityReport) -> str:
     """A table for a terminal: a row for each model, columns of distance where there is a reference."""
     scored = f"{report.num_tokens:,} tokens scored ({report.num_bytes:,} bytes)"
     head = f"{report.text}: {scored}, window {report.window}, stride {report.stride}"
