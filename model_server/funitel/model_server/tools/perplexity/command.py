@@ -7,6 +7,7 @@ from typing import Any
 
 from funitel.model_server.device.memory import within_memory
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.files.texts import read_texts
 from funitel.model_server.hub.resolve import resolve
 from funitel.model_server.loading.encoder import holds_encoder
 from funitel.model_server.registry.encoder_decoders import is_seq2seq
@@ -16,7 +17,6 @@ from funitel.model_server.tools.perplexity.measurement import Measurement, Sourc
 from funitel.model_server.tools.perplexity.picture import picture_of
 from funitel.model_server.tools.perplexity.report import json_of, table_of
 from funitel.model_server.tools.perplexity.windows import TokenizedText
-from funitel.model_server.tools.texts import read_texts
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel
 from funitel.proto.settings.fields import project
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from funitel.model_server.files.texts import read_texts
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.tools.texts import read_texts
 from funitel.proto.errors import SettingsError
 
 BUILT_IN = Path(__file__).with_name("calibration.txt")
