@@ -532,6 +532,12 @@ class Tiers(tuple[str, ...]):
         return ",".join(self)
 
 
+def _complete_tiers(incomplete: str) -> list[str]:
+    """Lists that begin with `incomplete`, each longer by one precision at most."""
+    begun, comma, word = incomplete.rpartition(",")
+    return [begun + comma + tier for tier in TIERS if tier.startswith(word) and tier not in begun.split(",")]
+
+
 def _as_served(name: str) -> Any:
     """A setting of a shard, without its variable."""
     return inherited(ModelServerSettings.__dataclass_fields__[name], env=None)
@@ -565,6 +571,7 @@ class PerplexitySettings:
         "Precisions of MODEL, each a value of --dtype or --quantize, such as float32,int8,gguf. They are loaded one "
         "after the other and compared with --against, or with the first of them.",
         env=None,
+        complete=_complete_tiers,
     )
     window: int | None = setting(
         None,
