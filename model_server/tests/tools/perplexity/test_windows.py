@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.tools.perplexity.subject import pieces_of
 from funitel.model_server.tools.perplexity.windows import TokenizedText, windows_of
+from funitel.proto.errors import SettingsError
 
 
 def oracle(num_tokens: int, window: int, stride: int) -> dict[int, int]:
@@ -42,6 +43,36 @@ def test_tokens_are_scored_once_and_with_their_context(num_tokens: int, window: 
         assert sorted(found) == list(range(1, num_tokens))
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "window", "stride"), [(1, 4, 4), (2, 4, 4), (6, 4, 4), (7, 4, 4), (23, 8, 8), (23, 8, 3), (9, 2, 1)]
+)
+def test_every_window_begins_with_the_tokens_that_begin_every_text(num_tokens: int, window: int, stride: int) -> None:
+    sizes = np.ones(1 + num_tokens, dtype=np.int64)
+    sizes[0] = 0
+    found: dict[int, int] = {}
+    for each in windows_of(TokenizedText([99, *range(num_tokens)], sizes, 1), window, stride):
+        assert each.ids[0] == 99
+        assert len(each.ids) <= window
+        assert each.num_context >= 1
+        scored = each.ids[each.num_context :]
+        assert each.num_bytes == len(scored)
+        found |= {token: each.ids[1] for token in scored if token not in found}
+    assert list(found) == list(range(num_tokens))
+    room = window - 1
+    expected: dict[int, int] = {}
+    for begin in range(0, num_tokens, min(stride, room)):
+        for token in range(begin, min(begin + room, num_tokens)):
+            expected.setdefault(token, begin)
+    assert found == expected
+
+
+def test_a_window_needs_room_behind_the_tokens_that_begin_every_text() -> None:
+    text = TokenizedText([98, 99, 1], np.ones(3, dtype=np.int64), 2)
+    with pytest.raises(SettingsError, match="--window 2 has no room behind the 2 tokens"):
+        list(windows_of(text, 2, 2))
+    assert list(windows_of(text.cut(2), 3, 3)) == []
+
+
 @pytest.mark.parametrize(("length", "num_context"), [(2, 1), (9, 1), (9, 4), (9, 8)])
 def test_pieces_have_logits_for_the_scored_tokens(
     length: int, num_context: int, monkeypatch: pytest.MonkeyPatch
@@ -61,6 +92,7 @@ def test_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = "a naïve € 🙂\n"
     found = TokenizedText.of(TextCodec(tmp_path), text)
@@ -69,4 +101,5 @@ def test_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
     assert found.sizes[0] == 0  # of the token that the tokenizer adds
     assert found.sizes.sum() == num_bytes
     assert found.sizes[:4].tolist() == [0, 1, 1, 1]
+    assert found.num_opening == found.cut(4).num_opening == 1
     assert found.cut(4).sizes.sum() == 3
