@@ -2,8 +2,8 @@
 
 For every folder: perplexity of the held-out text, how often its most likely token is that of float32, mean KL
 divergence from float32 in nats, size of the weights, and the mean relative error of the outputs of each kind of linear
-layer when fed what float32 feeds it. Computes through the shard's own decoder. The last line on stdout is one JSON
-object.
+layer when fed what float32 feeds it. Computes in torch in float32; `funitel perplexity` measures a model as it is
+served. The last line on stdout is one JSON object.
 
     funitel-server quantize smollm2-135m-instruct /models/gptq
     python benchmarks/quantization.py smollm2-135m-instruct /models/gptq [FOLDER ...] [--text FILE]
@@ -30,6 +30,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
+from funitel.model_server.tools.perplexity.scores import Scores
 from funitel.model_server.tools.quantize.gptq import output_error
 from funitel.model_server.tools.quantize.layer_walk import Inputs, Walk, inputs_of
 
@@ -39,7 +40,7 @@ BLOCK_SIZE = 16
 
 
 @torch.inference_mode()
-def log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
+def logits_of(folder: Path, ids: list[int]) -> torch.Tensor:
     """[num_tokens, vocab_size] of the model in `folder`, in float32."""
     spec = spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix, is_shown=False)
@@ -49,17 +50,17 @@ def log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
     cache = KVCache(spec, heads, len(table) + 1, BLOCK_SIZE, torch.float32, CPU)
     logits = decoder(ForwardBatch.build([RowSpan(ids, 0, table, "all")], BLOCK_SIZE, CPU), cache)
     assert logits is not None
-    return logits.log_softmax(-1)
+    return logits
 
 
-def distance(log_probs: torch.Tensor, oracle: torch.Tensor, ids: list[int]) -> dict[str, float]:
+def quality_of(name: str, logits: torch.Tensor, oracle: torch.Tensor, ids: list[int]) -> dict[str, float]:
     """How well a model predicts the text, and how far it is from the oracle."""
-    predicted = log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None])
-    return {
-        "perplexity": float((-predicted.mean()).exp()),
-        "same_top_token": float((log_probs.argmax(-1) == oracle.argmax(-1)).float().mean()),
-        "kl": float((oracle.exp() * (oracle - log_probs)).sum(-1).mean()),
-    }
+    found, reference, following = Scores(name), Scores("float32"), torch.tensor(ids[1:])
+    reference.add(oracle[:-1], following)
+    found.add(logits[:-1], following, oracle[:-1])
+    distance = found.distance(reference)
+    perplexity = found.likelihood(num_bytes=0).perplexity
+    return {"perplexity": perplexity, "same_top_token": distance.same_top_token, "kl": distance.kl_mean}
 
 
 @torch.inference_mode()
@@ -71,7 +72,7 @@ def layer_errors(source: Path, folders: list[Path], ids: list[int]) -> dict[Path
     )
     walk = Walk(spec, source_weights, [ids])
     found: dict[Path, dict[str, list[float]]] = {folder: defaultdict(list) for folder in folders}
-    progress = Progress("comparing layers", spec.num_layers)
+    progress = Progress("comparing layers", spec.num_layers, unit="layers")
     for index in range(spec.num_layers):
         layer = walk.load(index)
         for inputs in inputs_of(spec, source_weights.prefix, index):
@@ -101,13 +102,13 @@ def main() -> int:
     arguments = parser.parse_args()
     source = resolve.resolve(arguments.model).folder
     ids = TextCodec(source).encode(arguments.text.read_text(encoding="utf-8"), add_special_tokens=True)
-    oracle = log_probabilities(source, ids)
+    oracle = logits_of(source, ids)
     errors = layer_errors(source, arguments.folders, ids)
-    results = {"float32": distance(oracle, oracle, ids)}
+    results = {"float32": quality_of("float32", oracle, oracle, ids)}
     for folder in arguments.folders:
         print(f"predicting with {folder.name}", file=sys.stderr)
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        quality = distance(log_probabilities(folder, ids), oracle, ids)
+        quality = quality_of(folder.name, logits_of(folder, ids), oracle, ids)
         results[folder.name] = quality | {"weight_bytes": num_bytes, "layer_errors": errors[folder]}
     kinds = sorted({kind for of_folder in errors.values() for kind in of_folder})
     print(f"{'':24} perplexity  same top     KL  " + "  ".join(f"{kind:>9}" for kind in kinds))

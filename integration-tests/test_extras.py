@@ -42,6 +42,7 @@ def run(tmp_path: Path, blocked: tuple[str, ...], *words: str) -> "subprocess.Co
         ("-m", "funitel", "models", "owner/model"),
         ("-m", "funitel", "spec", "show", "owner/model"),
         ("-m", "funitel", "bench", "kernels"),
+        ("-m", "funitel", "perplexity", "owner/model", "--text", "no-such-file"),
         ("-m", "funitel", "generate", "hello", "--model-id", "no-such-model"),
         ("-m", "funitel.model_server", "serve", "owner/model"),
         ("-m", "funitel.model_server", "download-weights", "owner/model"),

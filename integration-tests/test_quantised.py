@@ -1,6 +1,9 @@
 """Quantised models from end to end: written by the command's own function, or as publishers write them, and served."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,28 @@ async def test_a_gptq_folder_is_served(num_shard: int, flags: tuple[str, ...], l
     async with client_of(server.url) as client:
         found = await generate(client, "Hello", max_new_tokens=6)
     assert len(found.ids) == 6
+
+
+def test_the_quality_of_a_gptq_folder_is_measured_against_its_source(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    model = save_tiny("llama", tmp_path / "model", head_dim=16, **sizes)
+    folder, text = tmp_path / "gptq", Path(__file__).parents[1] / "benchmarks" / "heldout.txt"
+    settings = QuantizeSettings(
+        model_id=str(model), output_dir=str(folder), groupsize=32, num_samples=2, device="cpu", num_threads=1
+    )
+    quantize(settings, model)
+    words = ["perplexity", str(folder), "--text", str(text), "--against", str(model), "--max-tokens", "300"]
+    words += ["--window", "100", "--stride", "50", "--device", "cpu", "--num-threads", "1", "--json"]
+    environ = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    line = [sys.executable, "-m", "funitel", *words]
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    reference, row = found["results"]
+    assert (found["tokens"], reference["precision"], row["model"]) == (299, "float32", str(folder))
+    assert row["weight_bytes"] < reference["weight_bytes"]
+    assert 0.01 < row["kl_mean"] < row["kl_p99"] <= row["kl_max"]
+    assert 0.3 < row["same_top_token"] < 1
 
 
 @pytest.mark.parametrize(

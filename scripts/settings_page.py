@@ -21,6 +21,7 @@ from funitel.model_server.settings import (
     KernelSettings,
     ModelServerSettings,
     ModelsSettings,
+    PerplexitySettings,
     QuantizeSettings,
     SpecSettings,
 )
@@ -140,6 +141,12 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Quantiser: `funitel quantize MODEL_ID OUTPUT_DIR`, also of `text-generation-server`",
         "Writes a model with smaller weights to a folder, which it prints. See [quantization](quantization.md).",
         QuantizeSettings,
+    ),
+    (
+        "Quality: `funitel perplexity MODEL --text FILE`, also `funitel-server perplexity`",
+        "Measures how well a model predicts a text, and its distance to another model. See "
+        "[quantization](quantization.md#measuring-quality).",
+        PerplexitySettings,
     ),
     (
         "Kernels: `funitel bench kernels MODEL_ID`, also `funitel-server bench-kernels MODEL_ID`",

@@ -47,6 +47,7 @@ def test_commands(complete: Complete) -> None:
         ("funitel chat --tem", "--temperature"),
         ("funitel bench --sl", "--slo-ttft-ms"),
         ("funitel key new --exp", "--expires"),
+        ("funitel perplexity x --against-d", "--against-dtype"),
     ],
 )
 def test_flags(complete: Complete, line: str, flag: str) -> None:
@@ -56,6 +57,8 @@ def test_flags(complete: Complete, line: str, flag: str) -> None:
 def test_choices_without_those_that_are_refused(complete: Complete) -> None:
     assert complete("funitel serve --quantize g") == ["gptq", "gguf"]
     assert complete("funitel serve --quantize e") == []
+    assert complete("funitel perplexity --tiers g") == ["gptq", "gguf"]
+    assert complete("funitel perplexity --tiers gguf,g") == ["gguf,gptq"]
     assert complete("funitel --device c") == ["cpu", "cuda"]
     assert complete("funitel serve --prefix-caching f") == ["false"]
 

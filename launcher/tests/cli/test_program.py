@@ -173,6 +173,8 @@ USAGE = [
     (["download-weights", "--model-id=x"], "give MODEL without a flag"),
     (["models", "a", "b"], "funitel models takes MODEL"),
     (["bench", "a", "--model-id", "b"], "are different models"),
+    (["perplexity", "--text", "x"], "MODEL"),
+    (["perplexity", "m", "--tiers", "int8,int9"], "'int9'"),
     (["key"], "funitel key needs a command: new, list, group, import, revoke"),
     (["key", "nwe"], "did you mean new?"),
 ]
@@ -192,6 +194,9 @@ def test_a_usage_mistake_is_one_line_that_says_what_to_do(run: Any, argv: list[s
     [
         (["--model-id", " "], "--model-id must not be empty"),
         (["serve", "--quantize", "exl2"], "--quantize exl2 cannot be honoured"),
+        (["perplexity", "m"], "--text FILE is missing"),
+        (["perplexity", "m", "--text", "x", "--window", "8", "--stride", "9"], "--stride must be at most --window 8"),
+        (["perplexity", "m", "--text", "x", "--quantize", "exl2"], "--quantize exl2 cannot be honoured"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(run: Any, argv: list[str], words: str) -> None:

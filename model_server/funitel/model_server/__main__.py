@@ -23,6 +23,7 @@ from funitel.model_server.settings import (
     KernelSettings,
     ModelServerSettings,
     ModelsSettings,
+    PerplexitySettings,
     QuantizeSettings,
     RemoveCachedSettings,
     SpecSettings,
@@ -76,12 +77,14 @@ def quantize(settings: QuantizeSettings) -> None:
         raise
 
 
-@requiring("server", "measuring kernels")
-def bench_kernels(settings: KernelSettings) -> None:
-    """Measure the matrix products of the fused CPU step."""
-    from funitel.model_server.tools.kernel_bench.matmul import measure_kernels  # torch: seconds to import
+@requiring("server", "a measurement")
+def measure(settings: KernelSettings | PerplexitySettings) -> None:
+    """Measure the matrix products of the fused CPU step, or how well a model predicts a text."""
+    from funitel.model_server.tools.measurements import (
+        measure as run,  # torch: seconds to import, not wanted for --help
+    )
 
-    measure_kernels(settings)
+    run(settings)
 
 
 @requiring("server", "the spec of a model")
@@ -170,6 +173,10 @@ def _log_as_quantizer(settings: QuantizeSettings) -> None:
     logs.configure("quantize", json_output=settings.json_output, level=settings.logger_level)
 
 
+def _log_as_perplexity(settings: PerplexitySettings) -> None:
+    logs.configure("perplexity", json_output=settings.json_output, level=settings.logger_level)
+
+
 def _command(name: str, cls: type[Any], run: Callable[[Any], None], **more: Any) -> None:
     app.command(name, cls=SettingsCommand)(as_command(cls, run, ARGUMENTS[cls], **more))
 
@@ -177,7 +184,8 @@ def _command(name: str, cls: type[Any], run: Callable[[Any], None], **more: Any)
 _command("serve", ModelServerSettings, serve, program="shard", set_up=_log_as_shard)
 _command("download-weights", DownloadSettings, download, program="download", set_up=_log_as_download)
 _command("quantize", QuantizeSettings, quantize, program="quantize", set_up=_log_as_quantizer)
-_command("bench-kernels", KernelSettings, bench_kernels, set_up=_log_as_measurement)
+_command("perplexity", PerplexitySettings, measure, set_up=_log_as_perplexity)
+_command("bench-kernels", KernelSettings, measure, set_up=_log_as_measurement)
 _command("spec", SpecSettings, spec)
 _command("models", ModelsSettings, models)
 _command("cached", CachedSettings, cached)

@@ -734,3 +734,9 @@ def test_finding_a_model_that_is_there_imports_nothing_slow(hf_folder: Path) -> 
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_progress_counts_other_units_than_bytes() -> None:
+    for stream, shown in ((io.StringIO(), "predicting: 50% of 2,000 tokens"), (Terminal(), " 50% 1000/2000 tokens")):
+        Progress("predicting", 2000, stream, unit="tokens").advance(1000)
+        assert shown in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())

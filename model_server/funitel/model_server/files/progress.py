@@ -9,7 +9,7 @@ import time
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
 _BAR_WIDTH = 30
@@ -39,19 +39,24 @@ def report(label: str, done_bytes: int, total_bytes: int) -> None:
 
 
 class Progress:
-    """Count the bytes of one piece of work and show them; more than `total_bytes` show as all of them."""
+    """Count the bytes of one piece of work and show them; more than `total_bytes` show as all of them.
 
-    def __init__(self, label: str, total_bytes: int, stream: TextIO | None = None) -> None:
+    With a `unit`, such as "tokens", what is counted are these instead of bytes.
+    """
+
+    def __init__(self, label: str, total_bytes: int, stream: TextIO | None = None, *, unit: str | None = None) -> None:
         self.done_bytes = 0
         self._label = label
         self._total_bytes = max(total_bytes, 1)
+        self._unit = unit
         self._stream = sys.stderr if stream is None else stream
         console = Console(file=self._stream, force_terminal=self._stream.isatty())
         self._is_terminal = console.is_terminal and not console.is_dumb_terminal
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn())
+        columns = [TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn()]
+        columns += [DownloadColumn()] if unit is None else [MofNCompleteColumn(), TextColumn(unit, markup=False)]
         # Stdout is not redirected: it has the result of the work, also where the bar was never finished.
         self._bar = Bar(
-            *(*columns, DownloadColumn()),
+            *columns,
             console=console,
             auto_refresh=False,
             redirect_stdout=False,
@@ -96,4 +101,5 @@ class Progress:
         if self._is_terminal:
             self._bar.update(self._task, completed=done, refresh=True)
         else:
-            print(f"{self._label}: {percent}% of {self._total_bytes / 1e6:.1f} MB", file=self._stream, flush=True)
+            total = f"{self._total_bytes / 1e6:.1f} MB" if self._unit is None else f"{self._total_bytes:,} {self._unit}"
+            print(f"{self._label}: {percent}% of {total}", file=self._stream, flush=True)

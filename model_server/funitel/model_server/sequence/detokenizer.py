@@ -29,6 +29,11 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_with_ends(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """Token ids of `text`, and behind which of its characters each of them ends; 0 for one that adds itself."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, [end for _, end in encoding.offsets]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; incomplete characters become U+FFFD."""
         if len(ids) == 1:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from funitel.model_server.settings.catalogue import model_names
@@ -10,9 +11,10 @@ from funitel.proto.process.cores import Cores
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, SHARE, Bounds
-from funitel.proto.settings.fields import check_bounds, require, setting
+from funitel.proto.settings.fields import check_bounds, inherited, require, setting
 from funitel.proto.settings.options import Counts, flag_of
 from funitel.proto.settings.partition import Partition, check_layers
+from funitel.proto.settings.suggestions import did_you_mean
 from funitel.proto.settings.tgi_flags import REFUSED_VALUES
 
 NATIVE, TRANSFORMERS, LLAMA_CPP = ENGINES = ("native", "transformers", "llama_cpp")
@@ -511,9 +513,135 @@ class ModelServerSettings:
         return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
 
 
+DEFAULT_WINDOW = 512
+TIERS = (*DTYPES, *QUANTIZATIONS)
+
+
+class Tiers(tuple[str, ...]):
+    """Precisions in one flag, each a value of `--dtype` or `--quantize`: `float32,int8,gguf`."""
+
+    METAVAR = "TIERS"
+
+    def __new__(cls, text: str) -> "Tiers":
+        """Raise ValueError with the reason for any other text."""
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            if word not in TIERS:
+                raise ValueError(f"is not a list of {', '.join(TIERS)}: {word!r}{did_you_mean(word, TIERS)}")
+            if words.count(word) > 1:
+                raise ValueError(f"has {word} {words.count(word)} times")
+        return super().__new__(cls, words)
+
+    def __str__(self) -> str:
+        return ",".join(self)
+
+
+def _complete_tiers(incomplete: str) -> list[str]:
+    """Lists that begin with `incomplete`, each longer by one precision at most."""
+    begun, comma, word = incomplete.rpartition(",")
+    return [begun + comma + tier for tier in TIERS if tier.startswith(word) and tier not in begun.split(",")]
+
+
+def _as_served(name: str) -> Any:
+    """A setting of a shard, without its variable."""
+    return inherited(ModelServerSettings.__dataclass_fields__[name], env=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySettings:
+    """Measure how well a model predicts a text, in the precision in which it is served, and how far it is from another.
+
+    The model is loaded as for serving, as one shard. Prints a table; every precision of --tiers has a row.
+    """
+
+    model_id: str
+    text: str = setting(
+        "", "UTF-8 text to predict, or a .jsonl file of texts: a string, or an object with `text`, a line.", env=None
+    )
+    against: str | None = setting(
+        None, "Reference model, with the same tokenizer: adds the KL divergence from it.", env=None
+    )
+    against_dtype: str | None = setting(
+        None,
+        "Precision of the reference; float32 when neither this nor its --quantize is given.",
+        choices=DTYPES,
+        env=None,
+    )
+    against_quantize: str | None = setting(
+        None, "--quantize of the reference.", choices=QUANTIZATIONS, refused=REFUSED_VALUES["quantize"], env=None
+    )
+    tiers: Tiers | None = setting(
+        None,
+        "Precisions of MODEL, each a value of --dtype or --quantize, such as float32,int8,gguf. They are loaded one "
+        "after the other and compared with --against, or with the first of them.",
+        env=None,
+        complete=_complete_tiers,
+    )
+    window: int | None = setting(
+        None,
+        f"Tokens that are predicted in one context; {DEFAULT_WINDOW}, or the model's context, when not given.",
+        env=None,
+        bounds=Bounds(above=1),
+    )
+    stride: int | None = setting(
+        None,
+        "Tokens between the starts of two windows; as --window when not given. Tokens that the window "
+        "before has scored are context only.",
+        env=None,
+        bounds=POSITIVE,
+    )
+    max_text_tokens: int | None = setting(
+        None,
+        "Maximum tokens of the text; all when not given.",
+        env=None,
+        aliases=("--max-tokens",),
+        bounds=Bounds(above=1),
+    )
+    json: bool = setting(False, "Print one JSON object instead of the table.", env=None)
+    picture: str | None = setting(None, "SVG file to draw perplexity and KL divergence to.", env=None)
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
+    model_spec: str | None = _as_served("model_spec")
+    trust_remote_code: bool = _as_served("trust_remote_code")
+    device: str = setting("auto", "Where to compute.", choices=DEVICES)
+    dtype: str | None = _as_served("dtype")
+    quantize: str | None = _as_served("quantize")
+    activation_dtype: str = _as_served("activation_dtype")
+    kv_cache_dtype: str | None = _as_served("kv_cache_dtype")
+    block_size: int = _as_served("block_size")
+    num_threads: int | None = setting(
+        None, "Compute threads; the cores this process may use when not given.", bounds=POSITIVE
+    )
+    json_output: bool = setting(False, "Log JSON lines.")
+    logger_level: str = setting("WARNING", "Least severe log level: debug, info, warning, error.", env=None)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        require(bool(self.text), "--text FILE is missing: give the text to predict")
+        window = self.window or DEFAULT_WINDOW
+        require(
+            self.stride is None or self.stride <= window,
+            f"--stride must be at most --window {window}, given {self.stride}: tokens between windows are not scored",
+        )
+        for name in ("against_dtype", "against_quantize"):
+            given = getattr(self, name)
+            require(given is None or self.against is not None, f"{flag_of(name)} {given} is for --against MODEL")
+        for name in ("dtype", "quantize"):
+            given = getattr(self, name)
+            require(
+                given is None or self.tiers is None,
+                f"{flag_of(name)} {given} and --tiers {self.tiers} both say the precision: give one",
+            )
+        if self.picture is not None:
+            folder = Path(self.picture).expanduser().absolute().parent
+            require(self.picture.endswith(".svg"), f"--picture must end in .svg, given {self.picture}")
+            require(folder.is_dir(), f"--picture {self.picture}: there is no folder {folder}")
+
+
 ARGUMENTS: Mapping[type[Any], dict[str, str]] = {
     ModelServerSettings: {"model_id": "Model to serve."},
     DownloadSettings: {"model_id": "Model to fetch."},
+    PerplexitySettings: {"model_id": "Model to measure."},
     QuantizeSettings: {"model_id": "Model to quantise.", "output_dir": "Folder to write, new or empty."},
     KernelSettings: {"model_id": "Model with the matrices to measure, as --model-id."},
     SpecSettings: {"action": "show or check.", "model_id": "Model to show the spec of, or to check the tensors of."},

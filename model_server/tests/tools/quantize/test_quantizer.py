@@ -16,7 +16,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QUANTIZE_METHODS, QuantizeSettings
 from funitel.model_server.tools.quantize import folder as output
-from funitel.model_server.tools.quantize.calibration import BUILT_IN, read_texts, tokenize
+from funitel.model_server.tools.quantize.calibration import BUILT_IN, calibration_texts, tokenize
 from funitel.model_server.tools.quantize.command import quantize
 from funitel.model_server.tools.quantize.job import Report
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
@@ -322,9 +322,9 @@ def test_texts_come_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("plain text\nof two lines")
     (tmp_path / "a.jsonl").write_text('"a string"\n\n{"text": "a field", "more": 1}\n')
     (tmp_path / "c.md").write_text("not read")
-    assert read_texts(str(tmp_path)) == ["a string", "a field", "plain text\nof two lines"]
-    assert read_texts(str(tmp_path / "c.md")) == ["not read"]
-    built_in = read_texts(None)
+    assert calibration_texts(str(tmp_path)) == ["a string", "a field", "plain text\nof two lines"]
+    assert calibration_texts(str(tmp_path / "c.md")) == ["not read"]
+    built_in = calibration_texts(None)
     assert len(built_in) > 10
     assert min(map(len, built_in)) > 300
 

@@ -37,6 +37,12 @@ GROUPS: tuple[SettingGroup, ...] = (
         "all_fields architecture engine",
     ),
     _group(
+        "quality",
+        "Text and reference of a measurement of quality",
+        "text against tiers window stride max_text_tokens",
+        "against_dtype against_quantize",
+    ),
+    _group(
         "precision",
         "Precision and quantisation",
         "dtype quantize method tier",
@@ -151,7 +157,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "concurrency request_rate num_requests workload prompt_tokens output_tokens",
         "rounds warmup prefix_tokens num_groups ignore_eos timeout",
     ),
-    _group("output", "Output", "json explain once interval", "slo_ttft_ms slo_itl_ms plot"),
+    _group("output", "Output", "json explain once interval picture", "slo_ttft_ms slo_itl_ms plot"),
     _group(COMPATIBILITY, "TGI's flags without effect, or refused", ""),
     _group("program", "This program", "version", "help"),
 )

@@ -24,7 +24,7 @@ from funitel.model_server.registry.lookup import holds_more_than_text, spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.tools.quantize.calibration import read_texts, tokenize
+from funitel.model_server.tools.quantize.calibration import calibration_texts, tokenize
 from funitel.model_server.tools.quantize.folder import SafetensorsWriter, check_space, check_target, finished_folder
 from funitel.model_server.tools.quantize.formats import side_files
 from funitel.model_server.tools.quantize.job import CheckpointSource, QuantizeJob, Report
@@ -160,7 +160,7 @@ def _samples(settings: QuantizeSettings, folder: Path, spec: ModelSpec) -> list[
     length = settings.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, context)
     if length > context:
         raise SettingsError(f"--sequence-length {length} is longer than the model's context of {context} tokens")
-    samples = tokenize(TextCodec(folder), read_texts(settings.calibration_file), settings.num_samples, length)
+    samples = tokenize(TextCodec(folder), calibration_texts(settings.calibration_file), settings.num_samples, length)
     largest, num_tokens = max(max(sample) for sample in samples), sum(map(len, samples))
     if largest >= spec.vocab_size:
         raise WeightsError(f"the tokenizer gives token {largest}, the model has {spec.vocab_size}")
