@@ -35,6 +35,7 @@ class ExecutorOptions:
     reserved_bytes: int = 0  # that the pool leaves for adapters
     host_bytes: int = 0  # of the host's memory for evicted blocks
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
+    gpu_blocks: tuple[torch.device, int] | None = None  # beside the host's layers: a GPU, and bytes of a block on it
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
     has_prefix_cache: bool = True
     wipes_blocks: bool = True  # the last block of a row is read whole: NaNs left in it by others would spread

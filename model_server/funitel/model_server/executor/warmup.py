@@ -16,6 +16,7 @@ from funitel.model_server.executor.pool_sizing import (
     USUAL_BATCH_SIZE,
     GpuPoolMemory,
     HostPoolMemory,
+    JoinedPoolMemory,
     PoolDemand,
     PoolMemory,
     PoolRoom,
@@ -109,6 +110,10 @@ class Warmup:
         self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel, options.num_replicas)
         if options.device.type == "cuda":
             self.memory = GpuPoolMemory(Gpu(options.device), options.memory_fraction)
+        elif options.gpu_blocks is not None:
+            device, num_bytes = options.gpu_blocks
+            gpu = GpuPoolMemory(Gpu(device), options.memory_fraction)
+            self.memory = JoinedPoolMemory(self.memory, gpu, num_bytes / runner.pools.bytes_per_block)
         self._runner = runner
         self._admission = admission
         self._sampling = sampling

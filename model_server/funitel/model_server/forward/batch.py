@@ -120,6 +120,13 @@ class ForwardBatch:
             logit_indices=self.logit_indices[:0],
         )
 
+    def on(self, device: torch.device) -> "ForwardBatch":
+        """The same rows with tensors on a device, without adapters."""
+        if self.input_ids.device == device:
+            return self
+        ids, wanted = self.input_ids.to(device), self.logit_indices.to(device)
+        return ForwardBatch(self.rows, self.num_decode, self.block_size, ids, wanted)
+
     @property
     def num_tokens(self) -> int:
         """Tokens in this forward."""

@@ -17,7 +17,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
-from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.pool import KVCache, Pools
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import Watermark
@@ -41,6 +41,24 @@ class Footprint(Protocol):
     total_sharded_bytes: int
 
 
+@dataclass(slots=True)
+class Bytes:
+    """See Footprint."""
+
+    held_bytes: int
+    sharded_bytes: int
+    total_sharded_bytes: int
+
+    @classmethod
+    def of(cls, *parts: Footprint) -> "Bytes":
+        """Those of several together."""
+        return cls(
+            sum(part.held_bytes for part in parts),
+            sum(part.sharded_bytes for part in parts),
+            sum(part.total_sharded_bytes for part in parts),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A decoder, and what the rest of the shard must know of it.
@@ -48,7 +66,8 @@ class Loaded:
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
     of a step of so many tokens, where it is known before. `takes_device_tokens`: of a batch's tokens it reads the
     tensor alone, so that some may be known to the device only. `adapters` is what takes adapters; None: the model
-    takes none. `stage` is this rank's place among pipeline stages; None: there is one.
+    takes none. `stage` is this rank's place among pipeline stages; None: there is one. `pools` are those of a model in
+    parts, of which `gpu_blocks` is what the options have; None: the model has one pool, as its spec says.
     """
 
     name: str
@@ -63,6 +82,8 @@ class Loaded:
     takes_device_tokens: bool = False
     adapters: AdapterBase | None = None
     stage: Stage | None = None
+    pools: Pools | None = None
+    gpu_blocks: tuple[torch.device, int] | None = None
 
 
 def in_torch(
@@ -141,6 +162,7 @@ def options_of(
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
         host_bytes=host_bytes(settings, device),
         step_bytes=loaded.step_bytes,
+        gpu_blocks=loaded.gpu_blocks,
         reserved_bytes=reserved_bytes(settings, loaded),
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
@@ -231,11 +253,13 @@ def info_of(
 
 
 def refuse_stages(settings: ModelServerSettings, what: str) -> None:
-    """Raise SettingsError where pipeline stages or whole experts are asked for, which `what` cannot have."""
+    """Raise SettingsError where stages, whole experts or parts of a model are asked for, which `what` cannot have."""
     if settings.stages is not None:
         raise SettingsError(f"--partition {settings.partition} is for decoders of the table of models, not {what}")
     if settings.expert_parallel:
         raise SettingsError(f"--expert-parallel is for decoders of the table of models, not {what}")
+    if settings.placing is not None:
+        raise SettingsError(f"{settings.placing} is for decoders of the table of models, not {what}")
 
 
 def check_ranks(settings: ModelServerSettings, spec: ModelSpec) -> None:

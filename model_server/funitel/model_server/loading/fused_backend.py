@@ -18,7 +18,7 @@ from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.cpu.thread_tuning import settle_threads
 from funitel.model_server.device.memory import bytes_in_use
-from funitel.model_server.device.stages import Stage
+from funitel.model_server.device.stages import Stage, StageLink
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.hub.resolve import cache_folder
 from funitel.model_server.loading.common import Loaded, log_memory
@@ -39,10 +39,12 @@ def load_fused(
     parallel: TensorParallel,
     tier: Tier,
     stage: Stage | None = None,
+    link: StageLink | None = None,
 ) -> Loaded | None:
     """The fused step on this CPU; None, with the reason logged, where some rank does not have it.
 
-    `stage` is this rank's place among pipeline stages, if there are several.
+    `stage` is this rank's place among pipeline stages, if there are several; without one `link` joins a part of a model
+    to the others.
 
     Raises:
         SettingsError: --quantize asks for a tier that only the fused step has.
@@ -73,7 +75,7 @@ def load_fused(
         block_size=settings.block_size,
         num_threads=torch.get_num_threads(),
         activations=ActivationDtype[settings.activation_dtype.upper()],
-        link=None if stage is None else stage.link,
+        link=link if stage is None else stage.link,
     )
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, decoder.kv_dtype)
     settle_threads(

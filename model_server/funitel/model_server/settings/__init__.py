@@ -11,6 +11,7 @@ from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, SHARE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
+from funitel.proto.settings.layer_parts import MAX_LAYERS, LayerParts, check_parts, placing_flag
 from funitel.proto.settings.options import Counts, flag_of
 from funitel.proto.settings.partition import Partition, check_layers
 from funitel.proto.settings.tgi_flags import REFUSED_VALUES
@@ -37,6 +38,13 @@ _ENGINE = (
     "What computes the model: native (own code), transformers (its code over the KV blocks) or llama_cpp (a GGUF by "
     "llama.cpp; needs the extra llama-cpp). When not given, native where the architecture is supported, else "
     "transformers."
+)
+_GPU_LAYERS = (
+    "Number of layers on the GPU, the last ones with the head; the CPU computes the others; all when not given."
+)
+_LAYER_PARTS = (
+    "Place of each layer of the model, by ranges such as 0-9=cpu,10-29=cuda: cuda, cpu, or the precision of weights on "
+    "the CPU: float32, float16, bfloat16, int8 or gguf."
 )
 _CACHE_DIR = "Folder for models fetched and converted; ~/.cache/funitel when not given."
 
@@ -294,6 +302,8 @@ class ModelServerSettings:
         None, "PEM file of authorities: a router must show a certificate of theirs.", env=None
     )
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
+    gpu_layers: int | None = setting(None, _GPU_LAYERS, bounds=Bounds(minimum=1, maximum=MAX_LAYERS))
+    layer_parts: LayerParts | None = setting(None, _LAYER_PARTS)
     dtype: str | None = setting(
         None,
         "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU a GGUF keeps its quantised blocks, "
@@ -460,6 +470,8 @@ class ModelServerSettings:
         )
         problem = check_layers(self.partition, self.layers)
         require(problem is None, problem or "")
+        problem = check_parts(self.gpu_layers, self.layer_parts, self.partition, self.world_size)
+        require(problem is None, problem or "")
         require(
             self.partition is None or self.partition.num_ranks == self.world_size,
             f"--partition {self.partition} is for {self.partition and self.partition.num_ranks} ranks, "
@@ -489,6 +501,11 @@ class ModelServerSettings:
     def stages(self) -> Partition | None:
         """The pipeline stages where there are several; one stage is the ranks as they are."""
         return self.partition if self.partition is not None and len(self.partition) > 1 else None
+
+    @property
+    def placing(self) -> str | None:
+        """The flag that places layers on devices, with its value; None where none does."""
+        return placing_flag(self.gpu_layers, self.layer_parts)
 
     @property
     def num_tensor_ranks(self) -> int:

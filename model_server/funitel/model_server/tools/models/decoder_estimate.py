@@ -15,8 +15,8 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype
-from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
+from funitel.model_server.models.footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.settings import ModelsSettings

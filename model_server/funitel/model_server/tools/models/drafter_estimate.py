@@ -13,7 +13,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.drafter_plans import DraftTarget, HeadPlan, ModelPlan, plan_drafter
-from funitel.model_server.loading.torch_footprint import torch_weight_bytes
+from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation.pools import DraftPools
