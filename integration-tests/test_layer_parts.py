@@ -65,7 +65,7 @@ async def test_parts_are_preempted_share_prefixes_and_outlive_their_shard(model:
         footprint = server.footprint()
         async with client_of(server.url) as client:
             assert said(await ask_all(client)) == expected
-            assert server.metrics()["funitel_preemptions_total"] > 0
+            assert server.metrics()["funitel_preempted_total"] > 0
             asking = asyncio.create_task(ask_all(client))
             await asyncio.to_thread(server.wait_steps, 10)
             os.kill(server.shard_pids()[0], signal.SIGKILL)

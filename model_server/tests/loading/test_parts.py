@@ -38,6 +38,7 @@ from funitel_testing.executors import (
 from funitel_testing.joined import first_part_in_torch
 from funitel_testing.mtp import MtpOracle
 from funitel_testing.tiny import byte_tokenizer, save_tiny
+from funitel_testing.tiny_adapters import TinyAdapter, save_adapter
 from funitel_testing.tiny_seq2seq import save_tiny_seq2seq
 from funitel_testing.zoo import ZOO
 
@@ -214,11 +215,30 @@ def test_a_shard_with_parts_sleeps_and_wakes(joined: Executor) -> None:
     assert greedy(joined) == expected
 
 
-def test_adapters_are_refused_in_one_line(joined: Executor, tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"^adapter one cannot be loaded: not with --layer-parts 0-0=cpu,1-2=int8$"
-    ):
-        joined.load_adapter("one", str(tmp_path))
+@pytest.mark.parametrize("is_in_torch", [True, False], ids=["torch first", "fused"])
+def test_adapters_are_added_in_every_part(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_in_torch: bool
+) -> None:
+    targets = ["q_proj", "down_proj", "embed_tokens", "lm_head"]  # of both parts, and of their ends
+    adapter = str(save_adapter(folder, tmp_path / "all", TinyAdapter(rank=4, targets=targets), seed=1))
+    ends = str(save_adapter(folder, tmp_path / "ends", TinyAdapter(rank=4, targets=["lm_head"]), seed=2))
+    whole = load_executor(folder)
+    if is_in_torch:
+        first_part_in_torch(monkeypatch)
+    executor = load_executor(folder, layer_parts=LayerParts("0-0=cpu,1-2=float32"))
+    answers = []
+    for each in (whole, executor):
+        held = [each.load_adapter("all", adapter).weights.num_bytes, each.load_adapter("ends", ends).weights.num_bytes]
+        assert min(held) > 0
+        found: dict[int, Any] = {}
+        starts = [start(1, PROMPT, COUNT), start(2, PROMPT, COUNT, adapter_id="all")]
+        run_out(each, prefill(each, 1, [*starts, start(3, PROMPT, COUNT, adapter_id="ends")]), found)
+        answers.append([ids_of(found[number]) for number in (1, 2, 3)])
+        each.unload_adapter("all")
+        with pytest.raises(InvalidRequest, match="adapter_id all is not loaded"):
+            prefill(each, 2, [start(4, PROMPT, adapter_id="all")])
+    assert answers[0] == answers[1]
+    assert len({tuple(ids) for ids in answers[0]}) == 3
 
 
 def settings_of(folder: Path, **given: Any) -> ModelServerSettings:

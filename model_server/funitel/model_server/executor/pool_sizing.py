@@ -266,9 +266,13 @@ class JoinedPoolMemory:
         """Nothing is recorded: hidden states come from the host."""
 
     def room(self, step_bytes: int) -> PoolRoom:
-        """What the pools of both devices together may take, where blocks have their share on each."""
-        host, gpu = self._host.room(step_bytes), self._gpu.room(0)
-        most = min(host.most / (1 - self._share), gpu.most / self._share)
-        of_host, of_gpu = host.usual / (1 - self._share), gpu.usual / self._share
-        fewer = host if of_host <= of_gpu else gpu
-        return PoolRoom(int(most), int(min(most, of_host, of_gpu)), host.contexts, fewer.limit, fewer.memory)
+        """What the pools of both devices together may take."""
+        return joined_room(self._host.room(step_bytes), self._gpu.room(0), self._share)
+
+
+def joined_room(host: PoolRoom, gpu: PoolRoom, share: float) -> PoolRoom:
+    """What pools on the host and on a GPU may take together, where blocks have a `share` of their bytes on the GPU."""
+    most = min(host.most / (1 - share), gpu.most / share)
+    of_host, of_gpu = host.usual / (1 - share), gpu.usual / share
+    fewer = host if of_host <= of_gpu else gpu
+    return PoolRoom(int(most), int(min(most, of_host, of_gpu)), host.contexts, fewer.limit, fewer.memory)

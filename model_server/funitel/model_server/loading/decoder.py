@@ -7,6 +7,7 @@ from funitel.model_server.loading.common import Loaded, check_ranks, find_eos, j
 from funitel.model_server.loading.drafter_plans import (
     DrafterPlan,
     DraftTarget,
+    plan_beside_parts,
     plan_drafter,
     refuse_drafter,
 )
@@ -56,7 +57,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     if parts is not None:
         codec = TextCodec(folder)
         target, eos_token_ids = DraftTarget(settings, folder, spec, HOST), find_eos(folder, codec)
-        plan = _plan_beside_parts(target)
+        plan = plan_beside_parts(target)
         return _served(target, plan, load_parts(folder, spec, parts), codec, eos_token_ids)
     spec = part_of(settings, spec)
     weights, tier = open_weights(settings, folder, spec, device)
@@ -85,19 +86,6 @@ def _served(
     drafter, loaded, pools = add_drafter(target, plan, loaded)
     settings, folder, spec, device = target.settings, target.folder, target.spec, target.device
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
-
-
-def _plan_beside_parts(target: DraftTarget) -> DrafterPlan | None:
-    """The drafter of a model in parts, which keeps no hidden states for it."""
-    plan, settings = plan_drafter(target), target.settings
-    if plan is None or not plan.hidden_layers:
-        return plan
-    if settings.draft_model is not None:
-        raise SettingsError(
-            f"--draft-model {settings.draft_model} cannot be used with {settings.placing}: it reads hidden states"
-        )
-    logger.info("drafts are looked up: the MTP layer reads hidden states, which are not kept with %s", settings.placing)
-    return None
 
 
 def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:

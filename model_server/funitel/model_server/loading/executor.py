@@ -54,7 +54,6 @@ def make_executor(
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))
     reason = "not with --cpu-offload-gb" if settings.cpu_offload_gb else f"{spec.architecture} takes none on this shard"
-    reason = reason if settings.placing is None else f"not with {settings.placing}"
     adapters = LoadedAdapters(loaded.adapters, settings.max_lora_rank, reason)
     stage, parallel = loaded.stage, loaded.parallel
     if stage is not None:

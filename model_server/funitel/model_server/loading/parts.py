@@ -21,7 +21,7 @@ from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.loading.common import Bytes, Loaded, choose_device, choose_dtype
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
-from funitel.model_server.models.joined import JoinedForward, JoinedPart
+from funitel.model_server.models.joined import JoinedForward, JoinedPart, join_adapters
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.settings import ModelServerSettings
@@ -111,7 +111,6 @@ def _check_settings(settings: ModelServerSettings, table: LayerParts, flag: str)
 
 def _settings_of(settings: ModelServerSettings, place: str) -> ModelServerSettings:
     """The settings of the layers at a place, where `--dtype` and `--quantize` are for those that say no precision."""
-    settings = replace(settings, max_lora_rank=0)
     if place == ON_GPU:
         return replace(settings, quantize=None) if settings.quantize == "gguf" else settings
     settings = replace(settings, kv_cache_dtype=None)
@@ -170,6 +169,7 @@ def _joined(parts: Sequence[Part], every: Sequence[Loaded], pools: JoinedPools) 
     """Parts that are loaded, as one decoder."""
     sizes = [each.step_bytes for each in every if each.step_bytes is not None]
     fused = [each for each in every if each.name == "fused"]
+    takers = [each.adapters for each in every if each.adapters is not None]
     return Loaded(
         name="+".join(dict.fromkeys(each.name for each in every)),
         decoder=JoinedForward([JoinedPart(one.decoder, part.device) for part, one in zip(parts, every, strict=True)]),
@@ -180,6 +180,7 @@ def _joined(parts: Sequence[Part], every: Sequence[Loaded], pools: JoinedPools) 
         parallel=TensorParallel(),
         footprint=Bytes.of(*(each.footprint for each in every)),
         step_bytes=(lambda num_tokens: sum(of_part(num_tokens) for of_part in sizes)) if sizes else None,
+        adapters=join_adapters(takers) if len(takers) == len(every) else None,
         pools=pools,
         gpu_blocks=pools.gpu_blocks,
     )

@@ -219,6 +219,8 @@ class ModelsSettings:
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     num_shard: int = setting(1, "Shards that the model would be split over.", env=None, bounds=POSITIVE)
     device: str = setting("auto", "Where the model would run.", choices=DEVICES, env=None)
+    gpu_layers: int | None = setting(None, _GPU_LAYERS, env=None, bounds=Bounds(minimum=1, maximum=MAX_LAYERS))
+    layer_parts: LayerParts | None = setting(None, _LAYER_PARTS, env=None)
     dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
     quantize: str | None = setting(
         None,
@@ -250,6 +252,12 @@ class ModelsSettings:
     def __post_init__(self) -> None:
         check_bounds(self)
         require(not self.explain or bool(self.model_id), "--explain needs a model: funitel models MODEL --explain")
+        problem = check_parts(self.gpu_layers, self.layer_parts, None, self.num_shard)
+        require(problem is None, problem or "")
+        placing = placing_flag(self.gpu_layers, self.layer_parts)
+        require(
+            not self.explain or placing is None, f"{placing} is not for --explain, which lists devices and precisions"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
