@@ -13,6 +13,7 @@ from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.kv_cache.joined_pools import JoinedCache
 from funitel.model_server.loading import parts as loading
+from funitel.model_server.loading.common import options_of
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.loading.parts import parts_of
 from funitel.model_server.models.decoder import Decoder
@@ -301,6 +302,8 @@ def test_layers_on_a_gpu_are_in_torch_with_a_pool_there(folder: Path, monkeypatc
     device, num_bytes = loaded.gpu_blocks
     assert device == CUDA
     assert num_bytes * 3 == loaded.pools.bytes_per_block  # type: ignore[union-attr]
+    options = options_of(parts[0].settings, loading.HOST, loaded, frozenset())
+    assert (options.device, options.memory_device, options.gpu_blocks) == (loading.HOST, CUDA, loaded.gpu_blocks)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ class ExecutorOptions:
     has_prefix_cache: bool = True
     wipes_blocks: bool = True  # the last block of a row is read whole: NaNs left in it by others would spread
 
+    @property
+    def memory_device(self) -> torch.device:
+        """The device that memory is given back on: the GPU where some layers are on one."""
+        return self.device if self.gpu_blocks is None else self.gpu_blocks[0]
+
 
 class PendingStep(Protocol):
     """A step after which the next may be computed."""
