@@ -13,7 +13,7 @@ from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.kv_cache.joined_pools import JoinedCache
 from funitel.model_server.loading import parts as loading
-from funitel.model_server.loading.common import options_of
+from funitel.model_server.loading.common import info_of, options_of
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.loading.parts import parts_of
 from funitel.model_server.models.decoder import Decoder
@@ -304,6 +304,8 @@ def test_layers_on_a_gpu_are_in_torch_with_a_pool_there(folder: Path, monkeypatc
     assert num_bytes * 3 == loaded.pools.bytes_per_block  # type: ignore[union-attr]
     options = options_of(parts[0].settings, loading.HOST, loaded, frozenset())
     assert (options.device, options.memory_device, options.gpu_blocks) == (loading.HOST, CUDA, loaded.gpu_blocks)
+    info = info_of(parts[0].settings, options, loaded, spec.vocab_size, keeps_states=False, has_parted_blocks=True)
+    assert (info.device_type, info.layer_parts) == ("cuda", loaded.precision)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +314,10 @@ def test_layers_on_a_gpu_are_in_torch_with_a_pool_there(folder: Path, monkeypatc
         ({"gpu_layers": 2}, "--gpu-layers 2 needs a GPU: this machine has none that torch can use"),
         ({"gpu_layers": 2, "device": "cpu"}, "--gpu-layers 2 needs a GPU: --device is cpu"),
         ({"layer_parts": "0-1=int8,2-2=cuda"}, "--layer-parts 0-1=int8,2-2=cuda needs a GPU: this machine has none"),
+        (
+            {"layer_parts": "0-2=int8", "device": "cuda"},
+            "--device cuda cannot be used with --layer-parts 0-2=int8, which",
+        ),
         ({"layer_parts": "0-1=int8,2-3=cpu"}, "--layer-parts 0-1=int8,2-3=cpu places 4 layers, the model has 3"),
         ({"layer_parts": "0-2=gguf"}, "--quantize gguf: this model is no GGUF file"),
         ({"layer_parts": "0-2=int8", "cpu_offload_gb": 1.5}, "--cpu-offload-gb 1.5 cannot be used with --layer-parts"),

@@ -233,7 +233,7 @@ def info_of(
         rare.add(Capability.BLOCK_FORKS)
     return ShardInfo(
         dtype=loaded.precision,
-        device_type=options.device.type,
+        device_type=options.memory_device.type,
         support_chunking=settings.prefill_chunking,
         use_prefix_caching=settings.prefix_caching and not keeps_states,
         attention_impl=TorchAttention.name,

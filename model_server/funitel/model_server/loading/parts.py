@@ -52,6 +52,8 @@ def device_of(settings: ModelServerSettings) -> torch.device:
     """
     table, flag = settings.layer_parts, settings.placing
     if table is not None and not table.has(ON_GPU):
+        if settings.device == "cuda":
+            raise SettingsError(f"--device cuda cannot be used with {flag}, which has no layers on a GPU")
         return HOST
     device = choose_device(settings.device, settings.device_number)
     if flag is not None and device.type != "cuda":
