@@ -77,6 +77,7 @@ class FakeEngine:
     is_closed: bool = False
     sick: FunitelError | None = None
     takes_adapters: bool = False
+    layer_parts: str | None = None
     loaded: list[Adapter] = field(default_factory=list)
     pinned: list[Adapter] = field(default_factory=list)
     retired: list[Adapter] = field(default_factory=list)

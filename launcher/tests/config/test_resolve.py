@@ -20,6 +20,7 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.settings.shard_count import AUTO, ShardCount
 from funitel.launcher.supervisor.announce import example
 from funitel.proto.errors import SettingsError
+from funitel.proto.settings.layer_parts import LayerParts
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,16 @@ def test_shard_counts_are_written_as_they_are_read() -> None:
 def test_sharded_without_devices_is_refused(num_devices: int | None, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         decide_num_shard(LauncherSettings(sharded=True), num_devices)
+
+
+@pytest.mark.parametrize("given", [{"gpu_layers": 9}, {"layer_parts": LayerParts("0-9=cpu,10-19=cuda")}])
+def test_one_shard_has_all_layers_that_are_placed(given: dict[str, Any]) -> None:
+    assert decide_num_shard(LauncherSettings(**given), 4) == 1
+    assert decide_num_shard(LauncherSettings(**given, num_shard=1, num_replicas=2), 4) == 1
+    flag = "--gpu-layers 9" if "gpu_layers" in given else "--layer-parts 0-9=cpu,10-19=cuda"
+    for more, name in (({"num_shard": 2}, "--num-shard 2"), ({"sharded": True}, "--sharded true")):
+        with pytest.raises(SettingsError, match=f"^{flag} cannot be used with {name}: one shard has all layers$"):
+            decide_num_shard(LauncherSettings(**given, **more), 4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.loading.torch_footprint import torch_weight_bytes
+from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.tools.spec import check
 from funitel.proto.errors import WeightsError

@@ -12,8 +12,8 @@ from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.loading.torch_footprint import torch_weight_bytes
 from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.registry.lookup import spec_of
 from funitel_testing import memory_worker
 from funitel_testing.forward_worker import fused_decoder

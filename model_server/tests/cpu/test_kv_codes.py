@@ -12,14 +12,15 @@ import torch
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.decoder import KV_DTYPES, FusedDecoder
-from funitel.model_server.cpu.calibration.key_frames import frame_keys, frames_of
 from funitel.model_server.cpu.native import NativeEngine, Shape
 from funitel.model_server.cpu.precision import KvKind, Tier, asked_kv_kind
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.kv_cache.codes import KvCodes
-from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.key_frames import frames_of
+from funitel.model_server.kv_cache.pool import KVCache, SpecPools
+from funitel.model_server.kv_cache.precision import KvCodes
+from funitel.model_server.models.key_frames import frame_keys
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import SettingsError
@@ -60,7 +61,8 @@ def decoder_of(folder: Path, kind: KvKind, block_size: int = 4, instruction_set:
         instruction_set=instruction_set,
     )
     spec = spec_of(read_json(folder / "config.json"))
-    frame_keys(decoder, spec, HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0), TextCodec(folder))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
+    frame_keys(decoder, SpecPools(spec, heads, block_size, decoder.kv_dtype, CPU), TextCodec(folder), 256)
     return decoder
 
 
@@ -341,7 +343,7 @@ def test_ranks_give_what_one_process_gives(kind: KvKind, tmp_path: Path) -> None
     def forward(parallel: TensorParallel) -> list[torch.Tensor]:
         decoder = fused_decoder(folder, Tier.FLOAT32, parallel, kv_kind=kind, num_threads=1)
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-        frame_keys(decoder, spec, heads, TextCodec(folder))
+        frame_keys(decoder, SpecPools(spec, heads, decoder.block_size, decoder.kv_dtype, CPU), TextCodec(folder), 256)
         cache = KVCache(spec, heads, 100, decoder.block_size, decoder.kv_dtype, CPU)
         return step_through(decoder, cache, prompts, 6)
 

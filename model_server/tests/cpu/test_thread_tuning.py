@@ -10,7 +10,14 @@ import torch
 
 from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.cpu.precision import Tier
-from funitel.model_server.cpu.calibration.thread_tuning import MARGIN, ROUNDS, ThreadSettings, ThreadTuner, choose, settle_threads
+from funitel.model_server.cpu.thread_tuning import (
+    MARGIN,
+    ROUNDS,
+    ThreadSettings,
+    ThreadTuner,
+    choose,
+    settle_threads,
+)
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache

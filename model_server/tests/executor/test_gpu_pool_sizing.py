@@ -17,6 +17,9 @@ from funitel.model_server.executor.pool_sizing import (
     MAX_DRIVER_BYTES,
     USABLE,
     GpuPoolMemory,
+    HostPoolMemory,
+    JoinedPoolMemory,
+    PoolRoom,
     graph_bytes,
     pool_budget,
 )
@@ -113,6 +116,39 @@ def test_the_peak_of_a_step_and_recorded_steps_are_set_aside() -> None:
     usable = int(100_000 * USABLE)
     room = memory.room(0)
     assert room.most == room.usual == usable - 20_000 - 10_000 - 5_000 - 821
+
+
+class FakeHost(HostPoolMemory):
+    """The memory of a host of which pools may take so much."""
+
+    def __init__(self, most: int, usual: int) -> None:
+        self._found = PoolRoom(most, usual, 16, "a share of the host", "the host")
+
+    def room(self, step_bytes: int) -> PoolRoom:
+        return self._found.without(step_bytes)
+
+
+@pytest.mark.parametrize(
+    ("host", "total", "most", "usual", "limit"),
+    [
+        ((9_000, 6_000), 100_000, 12_000, 8_000, "a share of the host"),  # three quarters of a block are on the host
+        ((900_000, 600_000), 10_000, 4 * 9_500, 4 * 9_500, "0 MB that the GPU leaves"),
+        ((30_000, 6_000), 10_000, 4 * 9_500, 8_000, "a share of the host"),
+    ],
+)
+def test_a_model_on_a_gpu_and_the_host_has_as_many_blocks_as_both_hold(
+    host: tuple[int, int], total: int, most: int, usual: int, limit: str
+) -> None:
+    memory = JoinedPoolMemory(FakeHost(*host), GpuPoolMemory(FakeGpu(total), 1.0), 0.25)
+    assert memory.is_measured
+    room = memory.room(0)
+    assert (room.most, room.usual, room.contexts, room.limit) == (most, usual, 16, limit)
+    smaller = memory.room(3_000)
+    assert smaller.most <= room.most
+    gpu = FakeGpu(total)
+    measured = JoinedPoolMemory(FakeHost(*host), GpuPoolMemory(gpu, 1.0), 0.25)
+    measured.profile(lambda: gpu.take(2_000, is_brief=True), "")
+    assert measured.room(0).most == min(int(host[0] / 0.75), 4 * (int(total * USABLE) - 2_000))
 
 
 def test_a_largest_step_without_memory_is_one_line() -> None:

@@ -17,8 +17,8 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.mlp import Mlp
-from funitel.model_server.loading.torch_footprint import torch_weight_bytes
 from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 from funitel.model_server.registry.lookup import spec_of
 from funitel.proto.errors import SettingsError

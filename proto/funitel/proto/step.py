@@ -390,6 +390,11 @@ class ShardInfo:
     num_stages: int = 0  # pipeline stages of the replica; 0 is one
     stage: int = 0  # the one that this rank belongs to
 
+    @property
+    def layer_parts(self) -> str | None:
+        """Ranges of layers with device and precision, which `dtype` says of a model in parts; None for any other."""
+        return self.dtype if "=" in self.dtype else None
+
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory:

@@ -359,6 +359,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "partition": st.sampled_from(["0&1;2&3", "0;1;2;3", "3;0;1;2", "0&1&2&3", "1&3;0&2"]).map(Partition) | st.none(),
     "layers": st.none(),  # it has to fit the partition: tried by itself
     "expert_parallel": st.booleans(),
+    "gpu_layers": st.none(),  # one shard alone has parts: tried by itself
+    "layer_parts": st.none(),
     "master_addr": TEXT,
     "master_port": st.integers(0, 65535),
     "uds_path": TEXT,

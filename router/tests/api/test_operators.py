@@ -13,6 +13,7 @@ import pytest
 from fakes import LIMITS, FakeEngine, Serve, eventually, write_model
 
 from funitel.proto.errors import ShardFailed, StartupError
+from funitel.proto.step import ShardInfo
 from funitel.router.api.routes import OPERATIONS, document
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -119,6 +120,16 @@ async def test_info(serve: Serve) -> None:
     assert facts["version"]
     for name in ("model_sha", "model_pipeline_tag", "sha", "docker_label"):
         assert facts[name] is None
+    assert "layer_parts" not in facts
+
+
+async def test_info_says_where_layers_are(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.layer_parts = ShardInfo(dtype="0-9=cpu:int8,10-29=cuda:bfloat16").layer_parts
+    async with serve(engine) as client:
+        facts = (await client.get("/info")).json()
+    assert facts["layer_parts"] == "0-9=cpu:int8,10-29=cuda:bfloat16"
+    assert ShardInfo(dtype="torch.bfloat16").layer_parts is None
 
 
 async def test_info_tells_where_model_and_server_come_from(tmp_path: Path, serve: Serve) -> None:

@@ -24,6 +24,7 @@ from funitel.proto.process.usable_cores import count_usable_cores
 from funitel.proto.security.keys import read_keys
 from funitel.proto.security.tls import server_context
 from funitel.proto.settings.fields import project, require
+from funitel.proto.settings.layer_parts import placing_flag
 from funitel.proto.settings.listen_address import is_local_by_default, listen_address
 from funitel.router.settings import RouterSettings, opens_port
 
@@ -220,6 +221,12 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
             f"each other: leave out --num-shard",
         )
         return num_ranks
+    placing = placing_flag(settings.gpu_layers, settings.layer_parts)
+    if placing is not None:  # one shard, however many GPUs there are
+        require(not settings.sharded, f"{placing} cannot be used with --sharded true: one shard has all layers")
+        is_one = settings.num_shard in (None, 1) or is_auto(settings.num_shard)
+        require(is_one, f"{placing} cannot be used with --num-shard {settings.num_shard}: one shard has all layers")
+        return 1
     if settings.num_shard is not None and not is_auto(settings.num_shard):
         return int(settings.num_shard)
     if not num_devices and settings.numa:

@@ -13,6 +13,7 @@ from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from funitel.proto.settings.fields import check_bounds, inherited, project, require, setting
+from funitel.proto.settings.layer_parts import LayerParts
 from funitel.proto.settings.options import Counts
 from funitel.proto.settings.partition import Partition
 from funitel.router.settings import (
@@ -71,6 +72,8 @@ class LauncherSettings:
     )
     engine: str | None = _shard("engine")
     device: str = _shard("device")
+    gpu_layers: int | None = _shard("gpu_layers")
+    layer_parts: LayerParts | None = _shard("layer_parts")
     dtype: str | None = _shard("dtype")
     quantize: str | None = _shard("quantize")
     activation_dtype: str = _shard("activation_dtype")

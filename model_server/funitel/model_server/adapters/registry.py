@@ -3,7 +3,7 @@
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +41,16 @@ class AdapterBase:
     modules: BaseModules
     place: Callable[[AdapterTensors], AdapterWeights]
     max_bytes: Callable[[int], int]
+
+    def within(self, modules: BaseModules) -> "AdapterBase":
+        """The same for adapters of a whole model with these modules, of which it keeps what is for its own."""
+        own = self.modules.shapes
+
+        def place(adapter: AdapterTensors) -> AdapterWeights:
+            low_ranks = {name: each for name, each in adapter.low_ranks.items() if name in own}
+            return self.place(AdapterTensors(low_ranks, {n: each for n, each in adapter.saved.items() if n in own}))
+
+        return replace(self, modules=modules, place=place)
 
 
 class LoadedAdapters:

@@ -1,6 +1,7 @@
 """The fused decoder: the same call and results as `models/decoder`, in one call into C++; and its logits processors."""
 
 import ctypes
+import hashlib
 import math
 from array import array
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
-from funitel.model_server.kv_cache.codes import KvCodes, KvDtype
+from funitel.model_server.kv_cache.key_frames import frames_of
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.precision import KvCodes, KvDtype
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.step import SamplingParams
@@ -45,6 +47,7 @@ class FusedDecoder:
 
     name = "fused"
     frames_digest = ""  # of what is done to keys before they become codes, where something is
+    _sums: torch.Tensor | None = None  # of queries and keys, while they are observed
 
     def __init__(
         self,
@@ -101,6 +104,26 @@ class FusedDecoder:
     def kv_dtype(self) -> KvDtype:
         """Precision the pool must have."""
         return KV_DTYPES[self.program.kv_kind]
+
+    @property
+    def has_key_frames(self) -> bool:
+        """Whether keys are to have frames: with codes of 8 bits, and without codes, errors are small without."""
+        return self.program.kv_kind is KvKind.UINT4
+
+    def observe_keys(self) -> None:
+        """Add up the queries and keys of the forwards to come."""
+        dim = self._spec.head_dim
+        self._sums = torch.zeros(self.program.num_kv_layers, self.program.num_kv_heads, dim * (1 + 2 * dim)).double()
+        self._engine.observe(self._sums)
+
+    def frame_keys(self, num_tokens: int) -> None:
+        """Set the frames of keys by what was observed of so many tokens."""
+        assert self._sums is not None
+        self._engine.observe(None)
+        frames = frames_of(self._sums, num_tokens, self._spec.head_dim)
+        self._engine.set_key_frames(*frames)
+        self.frames_digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in frames)).hexdigest()[:16]
+        self._sums = None
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
         """See KeepingForward; only the last layer's outputs are there."""

@@ -54,6 +54,7 @@ class Program:
         self._operations: list[NativeOperation] = []
         self.is_limited = False  # see `limit_to`
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
+        self.num_kv_layers, self.num_kv_heads = len(spec.held_layers), self._heads.num_kv_heads
         self.kv_kind = tier.kv_kind(spec, block_size, activations) if kv_kind is None else kv_kind
         self.engine = NativeEngine(library, self._shape(block_size, num_threads, activations))
         self._matrices = Matrices(spec, weights, parallel, tier, self.engine)

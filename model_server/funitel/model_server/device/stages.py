@@ -89,3 +89,21 @@ class StageLink:
                 self._sent.popleft()[0].wait()
             x = x.contiguous()
             self._sent.append((dist.isend(x, dst=self._behind), x))
+
+
+class Handover(StageLink):
+    """Hidden states from one part of a model to the next one in the same process, of which the devices may differ."""
+
+    def __init__(self) -> None:
+        super().__init__(0, None, None)
+        self._passed: torch.Tensor | None = None
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Fill a contiguous tensor with what the part before has sent in this forward."""
+        assert self._passed is not None, "the part before computes first"
+        passed, self._passed = self._passed, None
+        x.copy_(passed)
+
+    def send(self, x: torch.Tensor) -> None:
+        """Keep a tensor for the part behind; it must not be changed any more."""
+        self._passed = x

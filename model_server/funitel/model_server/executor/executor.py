@@ -279,7 +279,7 @@ class Executor:
     def _without_memory(self, error: Exception, active: Sequence[ActiveRow]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""
         traceback.clear_frames(error.__traceback__)  # they hold its tensors
-        release_memory(self.options.device)
+        release_memory(self.options.memory_device)
         num_tokens = sum(count for _, count in active)
         said = f"there is no memory for a step of {num_tokens} tokens in {len(active)} sequences"
         if self.parallel.size > 1:  # the other ranks wait inside a collective, until this one ends

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
-from funitel.model_server.kv_cache.codes import KvDtype
+from funitel.model_server.kv_cache.precision import KvDtype
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import CachedBatch, StepResult
@@ -36,9 +36,15 @@ class ExecutorOptions:
     reserved_bytes: int = 0  # that the pool leaves for adapters
     host_bytes: int = 0  # of the host's memory for evicted blocks
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
+    gpu_blocks: tuple[torch.device, int] | None = None  # beside the host's layers: a GPU, and bytes of a block on it
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
     has_prefix_cache: bool = True
     wipes_blocks: bool = True  # the last block of a row is read whole: NaNs left in it by others would spread
+
+    @property
+    def memory_device(self) -> torch.device:
+        """The device that memory is given back on: the GPU where some layers are on one."""
+        return self.device if self.gpu_blocks is None else self.gpu_blocks[0]
 
 
 class PendingStep(Protocol):

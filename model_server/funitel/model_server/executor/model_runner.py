@@ -40,7 +40,7 @@ class ModelRunner:
         self.options = options
         self.rules = rules
         self.table = table
-        self.sleep_state = SleepState(options.device)
+        self.sleep_state = SleepState(options.memory_device)
         self.cache: KVCache | None = None
         self.host: HostBlocks | None = None
         self.scratch_slots: Sequence[int] = ()  # of the state pool, for states before drafts; no sequence's

@@ -241,3 +241,38 @@ class GpuPoolMemory:
         budget = pool_budget(self._gpu.state(), self._fraction, self.step_bytes + self.graph_bytes)
         memory = f"{budget / 1e6:.0f} MB that the GPU leaves"
         return PoolRoom(budget, budget, None, memory, memory)
+
+
+class JoinedPoolMemory:
+    """Sizes the pools of a model with layers on a GPU and on the CPU: as many blocks as both have room for.
+
+    Args:
+        host, gpu: what sizes a pool of one device.
+        share: of a block's bytes that is on the GPU, within (0, 1).
+    """
+
+    is_measured = True
+
+    def __init__(self, host: PoolMemory, gpu: PoolMemory, share: float) -> None:
+        self._host = host
+        self._gpu = gpu
+        self._share = share
+
+    def profile(self, step: Callable[[], None], what: str) -> None:
+        """See GpuPoolMemory."""
+        self._gpu.profile(step, what)
+
+    def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
+        """Nothing is recorded: hidden states come from the host."""
+
+    def room(self, step_bytes: int) -> PoolRoom:
+        """What the pools of both devices together may take."""
+        return joined_room(self._host.room(step_bytes), self._gpu.room(0), self._share)
+
+
+def joined_room(host: PoolRoom, gpu: PoolRoom, share: float) -> PoolRoom:
+    """What pools on the host and on a GPU may take together, where blocks have a `share` of their bytes on the GPU."""
+    most = min(host.most / (1 - share), gpu.most / share)
+    of_host, of_gpu = host.usual / (1 - share), gpu.usual / share
+    fewer = host if of_host <= of_gpu else gpu
+    return PoolRoom(int(most), int(min(most, of_host, of_gpu)), host.contexts, fewer.limit, fewer.memory)

@@ -16,6 +16,7 @@ from funitel.model_server.executor.pool_sizing import (
     USUAL_BATCH_SIZE,
     GpuPoolMemory,
     HostPoolMemory,
+    JoinedPoolMemory,
     PoolDemand,
     PoolMemory,
     PoolRoom,
@@ -24,8 +25,8 @@ from funitel.model_server.executor.pool_sizing import (
 )
 from funitel.model_server.executor.prompt_scores import max_scored_tokens, score
 from funitel.model_server.forward.batch import RecordingForward, RowSpan
-from funitel.model_server.kv_cache.codes import kv_label
 from funitel.model_server.kv_cache.pool import HostBlocks, KVCache
+from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
@@ -110,6 +111,10 @@ class Warmup:
         self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel, options.num_replicas)
         if options.device.type == "cuda":
             self.memory = GpuPoolMemory(Gpu(options.device), options.memory_fraction)
+        elif options.gpu_blocks is not None:
+            device, num_bytes = options.gpu_blocks
+            gpu = GpuPoolMemory(Gpu(device), options.memory_fraction)
+            self.memory = JoinedPoolMemory(self.memory, gpu, num_bytes / runner.pools.bytes_per_block)
         self._runner = runner
         self._admission = admission
         self._sampling = sampling

@@ -1,7 +1,7 @@
 """The forward batch, one step's rows as tensors, without global context; and the interface of a forward over it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -119,6 +119,22 @@ class ForwardBatch:
             input_ids=self.input_ids[begin : begin + sum(counts[first:last])],
             logit_indices=self.logit_indices[:0],
         )
+
+    def on(
+        self, device: torch.device, adapter_of: Callable[[PlacedAdapter], PlacedAdapter] | None = None
+    ) -> "ForwardBatch":
+        """The same rows with tensors on a device; `adapter_of` gives what takes the place of their adapters."""
+        if self.input_ids.device == device and (adapter_of is None or not self.adapters):
+            return self
+        rows, groups = self.rows, self.adapters
+        if adapter_of is not None and groups:
+            rows = tuple(
+                [row if row.adapter is None else replace(row, adapter=adapter_of(row.adapter)) for row in rows]
+            )
+            groups = tuple([replace(group, adapter=adapter_of(group.adapter)) for group in groups])
+        groups = tuple([replace(each, tokens=each.tokens.to(device), logits=each.logits.to(device)) for each in groups])
+        ids, wanted = self.input_ids.to(device), self.logit_indices.to(device)
+        return ForwardBatch(rows, self.num_decode, self.block_size, ids, wanted, adapters=groups)
 
     @property
     def num_tokens(self) -> int:

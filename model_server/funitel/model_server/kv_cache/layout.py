@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.kv_cache.codes import KvCodes, KvDtype
+from funitel.model_server.kv_cache.precision import KvCodes, KvDtype
 from funitel.model_server.spec.model_spec import ModelSpec
 
 

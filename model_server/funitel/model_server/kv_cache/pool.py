@@ -9,8 +9,8 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.kv_cache.codes import KvCodes, KvDtype, storage_dtype
 from funitel.model_server.kv_cache.layout import BlockLayout, LayerPlace
+from funitel.model_server.kv_cache.precision import KvCodes, KvDtype, is_float8, storage_dtype
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.kv_cache.zeroed import zeros
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -129,11 +129,6 @@ class KVCache:
         if words.shape[1] % 8 == 0:
             words = words.view(torch.int64)
         words.index_fill_(0, places, 0)
-
-
-def is_float8(dtype: torch.dtype) -> bool:
-    """Whether numbers of this type are floats of a byte."""
-    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def gather_blocks(cached: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,14 +11,13 @@ import torch
 
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.stages import Stage
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
-from funitel.model_server.kv_cache.codes import KvDtype
-from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.kv_cache.pool import KVCache, Pools
+from funitel.model_server.kv_cache.precision import KvDtype
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import Watermark
@@ -31,21 +30,6 @@ from funitel.proto.step import Capability, ShardInfo
 
 logger = logging.getLogger(__name__)
 
-FLOAT8_KV = {"fp8": torch.float8_e4m3fn, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-def torch_kv_dtype(asked: str | None, dtype: torch.dtype) -> torch.dtype:
-    """The precision of the pool of a model that computes in `dtype`. Raises: `SettingsError`: torch has no such."""
-    own = str(dtype).removeprefix("torch.")
-    if asked is None or asked == own:
-        return dtype
-    if asked not in FLOAT8_KV:
-        raise SettingsError(
-            f"--kv-cache-dtype {asked} needs the fused CPU step, this model runs in torch, in {own}: "
-            f"there it is {own} or {', '.join(FLOAT8_KV)}"
-        )
-    return FLOAT8_KV[asked]
-
 
 class Footprint(Protocol):
     """What weights take, as `Weights` counts it."""
@@ -55,6 +39,30 @@ class Footprint(Protocol):
     total_sharded_bytes: int
 
 
+class TorchFootprint(Footprint, Protocol):
+    """The same of weights that torch has, in their precision."""
+
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Bytes:
+    """See Footprint."""
+
+    held_bytes: int
+    sharded_bytes: int
+    total_sharded_bytes: int
+
+    @classmethod
+    def of(cls, *parts: Footprint) -> "Bytes":
+        """Those of several together."""
+        return cls(
+            sum(part.held_bytes for part in parts),
+            sum(part.sharded_bytes for part in parts),
+            sum(part.total_sharded_bytes for part in parts),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A decoder, and what the rest of the shard must know of it.
@@ -62,7 +70,8 @@ class Loaded:
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
     of a step of so many tokens, where it is known before. `takes_device_tokens`: of a batch's tokens it reads the
     tensor alone, so that some may be known to the device only. `adapters` is what takes adapters; None: the model
-    takes none. `stage` is this rank's place among pipeline stages; None: there is one.
+    takes none. `stage` is this rank's place among pipeline stages; None: there is one. `pools` are those of a model in
+    parts, of which `gpu_blocks` is what the options have; None: the model has one pool, as its spec says.
     """
 
     name: str
@@ -77,10 +86,12 @@ class Loaded:
     takes_device_tokens: bool = False
     adapters: AdapterBase | None = None
     stage: Stage | None = None
+    pools: Pools | None = None
+    gpu_blocks: tuple[torch.device, int] | None = None
 
 
 def in_torch(
-    decoder: Forward, weights: Weights, parallel: TensorParallel, kv_dtype: torch.dtype | None = None
+    decoder: Forward, weights: TorchFootprint, parallel: TensorParallel, kv_dtype: torch.dtype | None = None
 ) -> Loaded:
     """What the rest of the shard must know of a model that torch computes; the pool is in its precision or another."""
     return Loaded(
@@ -155,6 +166,7 @@ def options_of(
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
         host_bytes=host_bytes(settings, device),
         step_bytes=loaded.step_bytes,
+        gpu_blocks=loaded.gpu_blocks,
         reserved_bytes=reserved_bytes(settings, loaded),
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
@@ -225,7 +237,7 @@ def info_of(
         rare.add(Capability.BLOCK_FORKS)
     return ShardInfo(
         dtype=loaded.precision,
-        device_type=options.device.type,
+        device_type=options.memory_device.type,
         support_chunking=settings.prefill_chunking,
         use_prefix_caching=settings.prefix_caching and not keeps_states,
         attention_impl=TorchAttention.name,
@@ -245,11 +257,13 @@ def info_of(
 
 
 def refuse_stages(settings: ModelServerSettings, what: str) -> None:
-    """Raise SettingsError where pipeline stages or whole experts are asked for, which `what` cannot have."""
+    """Raise SettingsError where stages, whole experts or parts of a model are asked for, which `what` cannot have."""
     if settings.stages is not None:
         raise SettingsError(f"--partition {settings.partition} is for decoders of the table of models, not {what}")
     if settings.expert_parallel:
         raise SettingsError(f"--expert-parallel is for decoders of the table of models, not {what}")
+    if settings.placing is not None:
+        raise SettingsError(f"{settings.placing} is for decoders of the table of models, not {what}")
 
 
 def check_ranks(settings: ModelServerSettings, spec: ModelSpec) -> None:

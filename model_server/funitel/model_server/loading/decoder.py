@@ -3,27 +3,22 @@
 import logging
 from pathlib import Path
 
-from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
-from funitel.model_server.hub.resolve import is_outdated
-from funitel.model_server.loading.common import (
-    Loaded,
-    check_ranks,
-    choose_device,
-    choose_dtype,
-    find_eos,
-    join_ranks,
-    set_threads,
+from funitel.model_server.loading.common import Loaded, check_ranks, find_eos, join_ranks, set_threads
+from funitel.model_server.loading.drafter_plans import (
+    DrafterPlan,
+    DraftTarget,
+    plan_beside_parts,
+    plan_drafter,
+    refuse_drafter,
 )
-from funitel.model_server.loading.drafter_plans import DraftTarget, plan_drafter, refuse_drafter
 from funitel.model_server.loading.drafters import add_drafter
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.fallback import asked_for_transformers, load_with_transformers
 from funitel.model_server.loading.fused_backend import load_fused
+from funitel.model_server.loading.parts import HOST, device_of, load_parts, open_weights, parts_of
 from funitel.model_server.loading.stages import in_stage, join_stages, part_of
 from funitel.model_server.loading.torch_backend import load_torch
-from funitel.model_server.quantized.config import check_flag
-from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
+from funitel.model_server.models.key_frames import frame_keys
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import NATIVE, TRANSFORMERS, ModelServerSettings
@@ -39,7 +34,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     Raises:
         StartupError: the checkpoint, the settings and the machine do not fit together.
     """
-    device = choose_device(settings.device, settings.device_number)
+    device = device_of(settings)
     set_threads(settings.num_threads or settings.most_threads)
     if device.type == "cpu":
         _tell_of_gpu_settings(settings)
@@ -54,19 +49,16 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
             raise UnsupportedModel(f"--engine native: {no_row.message}") from no_row
         return load_with_transformers(settings, folder, no_row, device)
     check_ranks(settings, spec)
+    parts = parts_of(settings, spec, device)
+    if parts is not None:
+        codec = TextCodec(folder)
+        target, eos_token_ids = DraftTarget(settings, folder, spec, HOST), find_eos(folder, codec)
+        plan = plan_beside_parts(target)
+        return _served(target, plan, load_parts(folder, spec, parts), codec, eos_token_ids)
     spec = part_of(settings, spec)
-    weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
-    tier = None
-    if device.type == "cpu":
-        tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
-        if tier is Tier.INT8 and not weights.has_blocks and is_outdated(folder):
-            logger.warning("%s was converted by an older version, to float32: name the GGUF as --model-id", folder)
-    made = MADE if tier is not None else MADE_ON_GPU if device.type == "cuda" else {}
-    if settings.quantize not in made or weights.quantization is not None:
-        check_flag(settings.quantize, weights.quantization)
+    weights, tier = open_weights(settings, folder, spec, device)
     codec = TextCodec(folder)
-    eos_token_ids = find_eos(folder, codec)
-    target = DraftTarget(settings, folder, spec, device)
+    target, eos_token_ids = DraftTarget(settings, folder, spec, device), find_eos(folder, codec)
     plan = plan_drafter(target) if settings.stages is None else None
     stage = None if settings.stages is None else join_stages(settings, settings.stages, device)
     parallel = join_ranks(settings, device) if stage is None else stage.tensor
@@ -77,10 +69,19 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     link = None if stage is None else stage.link
     loaded: Loaded | None = None
     if tier is not None and is_fused:
-        loaded = load_fused(settings, spec, weights, parallel, tier, codec, stage)
+        loaded = load_fused(settings, spec, weights, parallel, tier, stage)
     loaded = loaded or load_torch(settings, spec, weights, parallel, link)
     loaded = loaded if stage is None else in_stage(loaded, stage)
+    return _served(target, plan, loaded, codec, eos_token_ids)
+
+
+def _served(
+    target: DraftTarget, plan: DrafterPlan | None, loaded: Loaded, codec: TextCodec, eos_token_ids: frozenset[int]
+) -> LoadedShard:
+    """The executor of a loaded model, with its drafter if there is one."""
     drafter, loaded, pools = add_drafter(target, plan, loaded)
+    settings, folder, spec, device = target.settings, target.folder, target.spec, target.device
+    frame_keys(loaded.decoder, pools, codec, spec.max_position_embeddings)
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
 
 

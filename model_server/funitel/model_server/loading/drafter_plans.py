@@ -1,5 +1,6 @@
 """What makes the drafts of a model, chosen by its settings and files: a row of `KINDS` for each that has weights."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from funitel.model_server.speculation.interface import Drafter
 from funitel.model_server.speculation.medusa import MedusaDrafter, MedusaHeads, is_medusa
 from funitel.model_server.speculation.tables import VocabTables
 from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
+
+logger = logging.getLogger(__name__)
 
 Config = Mapping[str, Any]
 
@@ -113,6 +116,22 @@ def plan_drafter(target: DraftTarget) -> DrafterPlan | None:
         if is_kind(config):
             return plan(target, folder, config)
     return _plan_model(target, folder, config)
+
+
+def plan_beside_parts(target: DraftTarget) -> DrafterPlan | None:
+    """Choose the drafter of a model in parts, which keeps no hidden states for it.
+
+    Raises: as plan_drafter, and SettingsError for a draft model that reads them.
+    """
+    plan, settings = plan_drafter(target), target.settings
+    if plan is None or not plan.hidden_layers:
+        return plan
+    if settings.draft_model is not None:
+        raise SettingsError(
+            f"--draft-model {settings.draft_model} cannot be used with {settings.placing}: it reads hidden states"
+        )
+    logger.info("drafts are looked up: the MTP layer reads hidden states, which are not kept with %s", settings.placing)
+    return None
 
 
 def _plan_mtp(target: DraftTarget) -> DrafterPlan | None:

@@ -15,7 +15,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import KeepingForward
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.state_pool import StateLayout
-from funitel.model_server.loading.common import Footprint, Loaded, choose_dtype
+from funitel.model_server.loading.common import Bytes, Loaded, choose_dtype
 from funitel.model_server.loading.drafter_plans import DrafterPlan, DraftTarget, HeadPlan, ModelPlan, PoolDrafter
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
@@ -28,24 +28,6 @@ from funitel.model_server.speculation.tables import VocabTables
 from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Bytes:
-    """See Footprint."""
-
-    held_bytes: int
-    sharded_bytes: int
-    total_sharded_bytes: int
-
-    @classmethod
-    def of(cls, *parts: Footprint) -> "Bytes":
-        """Those of several together."""
-        return cls(
-            sum(part.held_bytes for part in parts),
-            sum(part.sharded_bytes for part in parts),
-            sum(part.total_sharded_bytes for part in parts),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +45,7 @@ def add_drafter(target: DraftTarget, plan: DrafterPlan | None, loaded: Loaded) -
     spec, parallel, settings = target.spec, loaded.parallel, target.settings
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     layout = StateLayout.of(spec, parallel.size, parallel.rank)
-    pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, target.device, layout)
+    pools: Pools = loaded.pools or SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, target.device, layout)
     if plan is None:
         return None, loaded, pools
     if plan.hidden_layers:

@@ -12,18 +12,16 @@ from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
-from funitel.model_server.cpu.calibration.key_frames import frame_keys
 from funitel.model_server.cpu.low_rank import adapter_base
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier, asked_kv_kind
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
-from funitel.model_server.cpu.calibration.thread_tuning import settle_threads
+from funitel.model_server.cpu.thread_tuning import settle_threads
 from funitel.model_server.device.memory import bytes_in_use
-from funitel.model_server.device.stages import Stage
-from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.device.stages import Stage, StageLink
+from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.hub.resolve import cache_folder
 from funitel.model_server.loading.common import Loaded, log_memory
-from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import SettingsError
@@ -40,13 +38,14 @@ def load_fused(
     weights: Weights,
     parallel: TensorParallel,
     tier: Tier,
-    codec: TextCodec | None = None,
     stage: Stage | None = None,
+    link: StageLink | None = None,
 ) -> Loaded | None:
     """The fused step on this CPU; None, with the reason logged, where some rank does not have it.
 
-    `codec` makes the tokens that some pools are calibrated with. `stage` is this rank's place among pipeline stages,
-    if there are several.
+    `stage` is this rank's place among pipeline stages, if there are several; without one `link` joins a part of a model
+    to the others.
+    to the others.
 
     Raises:
         SettingsError: --quantize asks for a tier that only the fused step has.
@@ -81,7 +80,7 @@ def load_fused(
         num_threads=torch.get_num_threads(),
         activations=ActivationDtype[settings.activation_dtype.upper()],
         kv_kind=kv_kind,
-        link=None if stage is None else stage.link,
+        link=link if stage is None else stage.link,
     )
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, decoder.kv_dtype)
     settle_threads(
@@ -92,8 +91,6 @@ def load_fused(
         num_threads=settings.num_threads,
         spin_us=settings.thread_spin_us,
     )
-    if codec is not None:
-        frame_keys(decoder, spec, HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank), codec)
     _log_tier(decoder, is_default=settings.dtype is None and settings.quantize is None)
     kept = Tier.INT8 if tier is Tier.GGUF and not decoder.has_blocks else tier
     precision = kept.label if kept in MADE.values() else f"torch.{kept.label}"

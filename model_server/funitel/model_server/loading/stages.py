@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from funitel.model_server.adapters.peft_folder import AdapterTensors, BaseModules
-from funitel.model_server.adapters.registry import AdapterBase, AdapterWeights
+from funitel.model_server.adapters.peft_folder import BaseModules
 from funitel.model_server.device.stages import Stage
 from funitel.model_server.device.tensor_parallel import TensorParallel, split_evenly
 from funitel.model_server.loading.common import Loaded, check_master
@@ -65,7 +64,7 @@ def in_stage(loaded: Loaded, stage: Stage) -> Loaded:
     """A decoder of a pipeline stage; adapters are checked against the modules of all stages."""
     adapters = loaded.adapters
     every = _every_modules(stage.whole, None if adapters is None else adapters.modules)
-    adapters = None if adapters is None or every is None else _with_modules(adapters, every)
+    adapters = None if adapters is None or every is None else adapters.within(every)
     return replace(loaded, stage=stage, adapters=adapters)
 
 
@@ -80,14 +79,3 @@ def _every_modules(whole: TensorParallel, mine: BaseModules | None) -> BaseModul
     tables = frozenset(name for _, each, _ in found for name in each)
     heads = frozenset(name for _, _, each in found for name in each)
     return BaseModules(shapes, tables, heads, mine.prefix)
-
-
-def _with_modules(base: AdapterBase, every: BaseModules) -> AdapterBase:
-    """What takes adapters of the whole model, and keeps what is of this stage."""
-    own = base.modules.shapes
-
-    def place(adapter: AdapterTensors) -> AdapterWeights:
-        low_ranks = {name: each for name, each in adapter.low_ranks.items() if name in own}
-        return base.place(AdapterTensors(low_ranks, {n: each for n, each in adapter.saved.items() if n in own}))
-
-    return replace(base, modules=every, place=place)

@@ -8,12 +8,12 @@ from funitel.model_server.device.memory import bytes_in_use
 from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.device.torch_import import register_shapes
-from funitel.model_server.kv_cache.pool import is_float8
-from funitel.model_server.loading.common import Loaded, in_torch, log_memory, torch_kv_dtype
-from funitel.model_server.loading.torch_footprint import torch_weight_bytes
+from funitel.model_server.kv_cache.precision import is_float8, torch_kv_dtype
+from funitel.model_server.loading.common import Loaded, in_torch, log_memory
 from funitel.model_server.models.adapters import take_adapters
 from funitel.model_server.models.cuda_graphs import recorded
 from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.models.fuse_elementwise import fuse_elementwise
 from funitel.model_server.models.stage_boundary import StageBoundary
 from funitel.model_server.models.weight_offload import offload_of

@@ -12,6 +12,7 @@ from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, SHARE, Bounds
 from funitel.proto.settings.fields import check_bounds, inherited, require, setting
+from funitel.proto.settings.layer_parts import MAX_LAYERS, LayerParts, check_parts, placing_flag
 from funitel.proto.settings.options import Counts, flag_of
 from funitel.proto.settings.partition import Partition, check_layers
 from funitel.proto.settings.suggestions import did_you_mean
@@ -33,12 +34,20 @@ QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
 ACTIVATION_DTYPES = ("int8", "int16")
-KV_CACHE_DTYPES = ("float32", "float16", "bfloat16", "fp8", "fp8_e4m3fn", "fp8_e5m2", "int8", "uint4")
+FLOAT8_KV_DTYPES = ("fp8", "fp8_e4m3fn", "fp8_e5m2")
+KV_CACHE_DTYPES = ("float32", "float16", "bfloat16", *FLOAT8_KV_DTYPES, "int8", "uint4")
 _PARENT = "Process id of the parent; this process stops when the parent ends."
 _ENGINE = (
     "What computes the model: native (own code), transformers (its code over the KV blocks) or llama_cpp (a GGUF by "
     "llama.cpp; needs the extra llama-cpp). When not given, native where the architecture is supported, else "
     "transformers."
+)
+_GPU_LAYERS = (
+    "Number of layers on the GPU, the last ones with the head; the CPU computes the others; all when not given."
+)
+_LAYER_PARTS = (
+    "Place of each layer of the model, by ranges such as 0-9=cpu,10-29=cuda: cuda, cpu, or the precision of weights on "
+    "the CPU: float32, float16, bfloat16, int8 or gguf."
 )
 _CACHE_DIR = "Folder for models fetched and converted; ~/.cache/funitel when not given."
 
@@ -213,6 +222,8 @@ class ModelsSettings:
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     num_shard: int = setting(1, "Shards that the model would be split over.", env=None, bounds=POSITIVE)
     device: str = setting("auto", "Where the model would run.", choices=DEVICES, env=None)
+    gpu_layers: int | None = setting(None, _GPU_LAYERS, env=None, bounds=Bounds(minimum=1, maximum=MAX_LAYERS))
+    layer_parts: LayerParts | None = setting(None, _LAYER_PARTS, env=None)
     dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
     quantize: str | None = setting(
         None,
@@ -247,6 +258,12 @@ class ModelsSettings:
     def __post_init__(self) -> None:
         check_bounds(self)
         require(not self.explain or bool(self.model_id), "--explain needs a model: funitel models MODEL --explain")
+        problem = check_parts(self.gpu_layers, self.layer_parts, None, self.num_shard)
+        require(problem is None, problem or "")
+        placing = placing_flag(self.gpu_layers, self.layer_parts)
+        require(
+            not self.explain or placing is None, f"{placing} is not for --explain, which lists devices and precisions"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +316,8 @@ class ModelServerSettings:
         None, "PEM file of authorities: a router must show a certificate of theirs.", env=None
     )
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
+    gpu_layers: int | None = setting(None, _GPU_LAYERS, bounds=Bounds(minimum=1, maximum=MAX_LAYERS))
+    layer_parts: LayerParts | None = setting(None, _LAYER_PARTS)
     dtype: str | None = setting(
         None,
         "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU a GGUF keeps its quantised blocks, "
@@ -466,6 +485,8 @@ class ModelServerSettings:
         )
         problem = check_layers(self.partition, self.layers)
         require(problem is None, problem or "")
+        problem = check_parts(self.gpu_layers, self.layer_parts, self.partition, self.world_size)
+        require(problem is None, problem or "")
         require(
             self.partition is None or self.partition.num_ranks == self.world_size,
             f"--partition {self.partition} is for {self.partition and self.partition.num_ranks} ranks, "
@@ -495,6 +516,11 @@ class ModelServerSettings:
     def stages(self) -> Partition | None:
         """The pipeline stages where there are several; one stage is the ranks as they are."""
         return self.partition if self.partition is not None and len(self.partition) > 1 else None
+
+    @property
+    def placing(self) -> str | None:
+        """The flag that places layers on devices, with its value; None where none does."""
+        return placing_flag(self.gpu_layers, self.layer_parts)
 
     @property
     def num_tensor_ranks(self) -> int:

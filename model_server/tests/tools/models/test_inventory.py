@@ -1,6 +1,7 @@
 """`funitel models` says what the tables say, and of a model what loading it then finds."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from funitel.model_server.device.host_memory import AvailableMemory
 from funitel.model_server.executor import pool_sizing
+from funitel.model_server.executor.pool_sizing import USABLE
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.decoders import FAMILIES
@@ -19,8 +21,10 @@ from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models import needs
 from funitel.model_server.tools.models.report import list_all, served_architectures, tell_needs
 from funitel.proto.errors import SettingsError, WeightsError
+from funitel.proto.settings.layer_parts import LayerParts
 from funitel.proto.step import WarmupLimits
 from funitel_testing.executors import start
+from funitel_testing.fake_gpus import FakeGpu
 from funitel_testing.fallback import UNLISTED, split_form
 from funitel_testing.tiny import byte_tokenizer, save_tiny
 from funitel_testing.tiny_seq2seq import FAMILIES as TINY_SEQ2SEQ
@@ -195,3 +199,68 @@ def test_mixtures_of_experts_are_said_to_run_in_the_fused_step() -> None:
     assert left == LEFT_TO_TORCH
     assert {each.fused for each in found.values()} == {"yes", "as configured"}  # some by themselves are no model
     assert all("int8" in each.precisions for each in found.values())
+
+
+def test_parts_take_what_is_loaded_of_them(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    table = LayerParts("0=float32,1-2=int8")
+    found = told(folder, layer_parts=table)
+    executor, info = load(
+        ModelServerSettings(model_id=str(folder), block_size=4, num_threads=1, layer_parts=table), folder
+    )
+    first, last = executor.runner.decoder.parts  # type: ignore[attr-defined]
+    assert [part["weights"] for part in found["parts"]] == [
+        first.decoder.program.held_bytes,
+        last.decoder.program.held_bytes,
+    ]
+    assert found["weights"] == [info.weight_bytes]
+    assert found["blocks"] == [executor.runner.pools.bytes_per_block]
+    assert sum(part["block"] for part in found["parts"]) == found["blocks"][0]
+    assert [(part["layers"], part["device"], part["precision"]) for part in found["parts"]] == [
+        ("0-0", "cpu", "float32"),
+        ("1-2", "cpu", "int8"),
+    ]
+    assert found["fits"]
+    text, _ = tell_needs(ModelsSettings(model_id=str(folder), block_size=4, layer_parts=table))
+    assert "layers 1-2      on cpu: " in text
+
+
+def test_a_gpu_and_the_host_hold_parts_of_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What with_memory makes of a GPU with little memory beside a host with more."""
+    parts = (
+        needs.PartNeeds(layers="0-8", device="cpu", precision="int8", weights=9_000, block=900),
+        needs.PartNeeds(layers="9-9", device="cuda", precision="bfloat16", weights=1_000, block=100),
+    )
+    facts = needs.Needs(
+        architecture="x", served_by="both", precision="int8", context=64, weights=(10_000,), parts=parts
+    )
+    monkeypatch.setattr(needs, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(needs, "Gpu", lambda _: FakeGpu(100_000))
+    pools = [SizedPools(16, 1_000)]
+    found = needs.with_memory(facts, ModelsSettings(model_id="x"), pools)
+    usable = int(100_000 * USABLE)
+    assert found.free == FREE + 100_000
+    assert found.pool == 16 * 16 * (64 // 16)  # contexts
+    long = needs.with_memory(replace(facts, context=10**6), ModelsSettings(model_id="x"), pools)
+    assert long.pool == 16 * (10 * (usable - 1_000) // 1_000 - 1)
+    full = needs.with_memory(
+        replace(facts, parts=(parts[0], replace(parts[1], weights=99_000))), ModelsSettings(model_id="x"), pools
+    )
+    assert not full.fits
+
+
+@dataclass(frozen=True)
+class SizedPools:
+    block_size: int
+    bytes_per_block: int
+    state_layout: None = None
+
+
+def test_parts_that_cannot_be_are_refused_as_in_serving(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(SettingsError, match=r"^--gpu-layers 2 needs a GPU: --device is cpu$"):
+        told(folder, gpu_layers=2)
+    with pytest.raises(SettingsError, match=r"cannot be used with --num-shard 2: one shard has all layers$"):
+        ModelsSettings(model_id="x", layer_parts=LayerParts("0=cpu"), num_shard=2)
+    with pytest.raises(SettingsError, match=r"^--layer-parts 0-0=cpu is not for --explain"):
+        ModelsSettings(model_id="x", layer_parts=LayerParts("0=cpu"), explain=True)

@@ -58,8 +58,8 @@ GROUPS: tuple[SettingGroup, ...] = (
         "hardware",
         "Devices, shards and threads",
         "device num_shard num_threads",
-        "num_replicas sharded partition layers expert_parallel numa thread_spin_us most_threads cores memory_node "
-        "attention cuda_graphs rank world_size local_rank",
+        "gpu_layers layer_parts num_replicas sharded partition layers expert_parallel numa thread_spin_us most_threads "
+        "cores memory_node attention cuda_graphs rank world_size local_rank",
     ),
     _group(
         "memory",

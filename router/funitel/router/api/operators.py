@@ -64,7 +64,7 @@ async def info(http: HttpRequest) -> Response:
         sha=settings.git_sha,
         docker_label=settings.docker_label,
         lora_adapters=[known.adapter.name for known in service.adapters.known] or None,
-        **(_encoder_facts(service) if service.is_encoder else {}),
+        **(_encoder_facts(service) if service.is_encoder else {"layer_parts": service.engine.layer_parts}),
     )
     return json_answer(body)
 

@@ -85,6 +85,11 @@ class Engine:
         return f"{len(self._replica.infos)}-{self._replica.info.device_type}"
 
     @property
+    def layer_parts(self) -> str | None:
+        """See Inference."""
+        return self._replica.info.layer_parts
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether adapters can be loaded."""
         return self._replica.takes_adapters

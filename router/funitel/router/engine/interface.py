@@ -60,6 +60,10 @@ class Inference(Admits, Protocol):
         """Raise FunitelError when a shard does not answer."""
 
     @property
+    def layer_parts(self) -> str | None:
+        """Where layers are and in which precision, such as `0-9=cpu:int8,10-29=cuda:bfloat16`; None: all alike."""
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether adapters can be loaded."""
 

@@ -65,6 +65,11 @@ class ReplicaSet(Membership[ServingReplica]):
         return f"{sum(slot.num_ranks for slot in self._slots.values())}-{self._info.device_type}"
 
     @property
+    def layer_parts(self) -> str | None:
+        """See Inference."""
+        return self._info.layer_parts
+
+    @property
     def views(self) -> dict[int, EngineView]:
         """What the state of each replica that serves or drains is read from, by its id."""
         members = (*self._serving, *self._leaving)

@@ -132,6 +132,8 @@ def _check(settings: ModelServerSettings) -> None:
     if settings.device == "cuda":
         raise SettingsError(f"--device cuda: {_MODELS} runs on a CPU here")
     refuse_host_memory(settings, _MODELS)
+    if settings.placing is not None:
+        raise SettingsError(f"{settings.placing} is not for {_MODELS}")
     given = {
         **decoder_flags(settings),
         "--quantize": None if settings.quantize == "gguf" else settings.quantize,  # as the blocks are

@@ -12,12 +12,12 @@ from funitel.model_server.cpu.decoder import KV_DTYPES
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import ActivationDtype, Tier, asked_kv_kind, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.kv_cache.codes import KvDtype, kv_label
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
+from funitel.model_server.kv_cache.precision import KvDtype, kv_label, torch_kv_dtype
 from funitel.model_server.kv_cache.state_pool import StateLayout
-from funitel.model_server.loading.common import choose_device, choose_dtype, torch_kv_dtype
-from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
+from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
+from funitel.model_server.models.footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.settings import ModelsSettings

@@ -12,26 +12,40 @@ from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.loading.common import choose_device, choose_dtype
-from funitel.model_server.loading.drafter_plans import DraftTarget, HeadPlan, ModelPlan, plan_drafter
-from funitel.model_server.loading.torch_footprint import torch_weight_bytes
+from funitel.model_server.loading.drafter_plans import (
+    DraftTarget,
+    HeadPlan,
+    ModelPlan,
+    plan_beside_parts,
+    plan_drafter,
+)
+from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation.pools import DraftPools
 from funitel.model_server.speculation.tables import VocabTables
 from funitel.model_server.tools.models.decoder_estimate import estimate_alone
 from funitel.model_server.tools.models.needs import Needs, with_memory
+from funitel.model_server.tools.models.parts_estimate import estimate_parts, parts_for
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
     """What each rank of the decoder takes, with what makes draft tokens if that has weights. Raises: `StartupError`."""
-    device = choose_device(settings.device, 0)
-    plan = plan_drafter(DraftTarget(_drafting_of(settings), folder, spec, device))
-    facts, pools = estimate_alone(settings, folder, spec, reads_middle=plan is not None and plan.reads_middle)
+    parts = parts_for(settings, spec)
+    if parts is None:
+        device = choose_device(settings.device, 0)
+        plan = plan_drafter(DraftTarget(_drafting_of(settings), folder, spec, device))
+        facts, pools = estimate_alone(settings, folder, spec, reads_middle=plan is not None and plan.reads_middle)
+    else:
+        plan = plan_beside_parts(DraftTarget(_drafting_of(settings), folder, spec, _CPU))
+        facts, pools = estimate_parts(settings, folder, spec, parts)
     if plan is not None and isinstance(plan.parts, ModelPlan):
         num_shard = settings.num_shard if settings.num_shard <= plan.parts.spec.num_heads else 1
-        own = replace(settings, num_shard=num_shard, quantize=settings.quantize if settings.quantize in MADE else None)
+        quantize = settings.quantize if settings.quantize in MADE else None
+        own = replace(settings, num_shard=num_shard, quantize=quantize, gpu_layers=None, layer_parts=None)
+        own = own if parts is None else replace(own, device="cpu")
         drafts, more = estimate_alone(own, plan.parts.folder, plan.parts.spec)
         each = settings.num_shard // num_shard  # ranks that have it whole
         facts, pools = _with(facts, pools, drafts.weights * each, [*more] * each)
@@ -56,6 +70,8 @@ def _drafting_of(settings: ModelsSettings) -> ModelServerSettings:
         model_id=settings.model_id,
         cache_dir=settings.cache_dir,
         block_size=settings.block_size,
+        gpu_layers=settings.gpu_layers,
+        layer_parts=settings.layer_parts,
         speculate=settings.speculate,
         draft_model=settings.draft_model,
     )

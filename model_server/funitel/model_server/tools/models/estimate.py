@@ -8,7 +8,7 @@ from typing import Any
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import read_json, weight_files
-from funitel.model_server.kv_cache.codes import kv_label
+from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
 from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder

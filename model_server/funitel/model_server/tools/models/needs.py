@@ -12,12 +12,24 @@ from funitel.model_server.executor.pool_sizing import (
     PoolDemand,
     PoolRoom,
     host_room,
+    joined_room,
     num_state_slots,
     pool_budget,
 )
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device
 from funitel.model_server.settings import ModelsSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNeeds:
+    """Some layers of a model in parts: bytes of their weights, and of a block of KV, on the device that has them."""
+
+    layers: str
+    device: str
+    precision: str
+    weights: int
+    block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,7 @@ class Needs:
     pool: int = 0  # tokens
     states: tuple[int, ...] = ()  # bytes of a sequence's states of each rank, where layers keep any
     state_slots: int = 0  # of the state pool, for sequences and checkpoints
+    parts: tuple[PartNeeds, ...] = ()  # of a model in parts
 
     @property
     def fits(self) -> bool:
@@ -63,19 +76,26 @@ class PoolSizes(Protocol):
 
 def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[PoolSizes] = ()) -> Needs:
     """The needs with the memory that is free, and with the pool that fits beside the weights where ranks have one."""
-    device = choose_device(settings.device, 0)
     fraction = settings.cuda_memory_fraction
-    if device.type == "cpu":
+    on_gpu = [each for each in facts.parts if each.device == "cuda"]
+    device = choose_device("cpu" if facts.parts and not on_gpu else settings.device, 0)
+    if on_gpu:
+        held = sum(each.weights for each in on_gpu)
+        host = available_memory()
+        left = AvailableMemory(host.num_bytes - sum(facts.weights) + held, host.limit)
+        gpu = Gpu(device).state()
+        free = host.num_bytes + gpu.free
+        share = sum(each.block for each in on_gpu) / pools[0].bytes_per_block
+        room = joined_room(host_room(left, fraction, 1), _gpu_room(gpu, held, fraction), share)
+    elif device.type == "cpu":
         available = available_memory()
         free = available.num_bytes
         left = AvailableMemory(free - sum(facts.weights), available.limit)
         room = host_room(left, fraction, len(facts.weights))
     else:  # each rank has a GPU of its own; what a step takes is known when it is loaded
-        gpu, held = Gpu(device).state(), max(facts.weights)
+        gpu = Gpu(device).state()
         free = gpu.free
-        state = GpuState(total=gpu.total, free=free - held, held=held)
-        budget = pool_budget(state, 1.0 if fraction is None else fraction, 0)
-        room = PoolRoom(budget, budget, None, "", "")
+        room = _gpu_room(gpu, max(facts.weights), fraction)
     if not pools:
         return replace(facts, free=free)
     size, layouts = pools[0].block_size, [each.state_layout for each in pools]
@@ -95,3 +115,10 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[PoolSize
         states=states,
         state_slots=max(0, num_slots - 1),  # slot 0 is no sequence's
     )
+
+
+def _gpu_room(gpu: GpuState, held: int, fraction: float | None) -> PoolRoom:
+    """What a pool may take of a GPU beside weights that are still to be loaded."""
+    state = GpuState(total=gpu.total, free=gpu.free - held, held=held)
+    budget = pool_budget(state, 1.0 if fraction is None else fraction, 0)
+    return PoolRoom(budget, budget, None, "", "")

@@ -160,6 +160,9 @@ def _lines(needs: Needs, folder: Path) -> list[tuple[str, str]]:
         ("weights", f"{weights}{' on each of the ranks' if len(needs.weights) > 1 else ''}, {needs.precision}"),
         ("context", f"{needs.context:,} tokens"),
     ]
+    for part in needs.parts:
+        kept = f"{_size(part.weights)} of weights, {part.precision}; {_size(part.block)} of a block"
+        lines.append((f"layers {part.layers}", f"on {part.device}: {kept}"))
     if needs.blocks:
         each = ", ".join(_size(size) for size in needs.blocks)
         lines.append(("kept in blocks", f"{each} for each {needs.block_size:,} tokens, {needs.kv_precision}"))

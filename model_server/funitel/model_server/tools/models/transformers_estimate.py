@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.kv_cache.codes import kv_label
+from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.flags import check_quantize
 from funitel.model_server.loading.transformers import context_of, models_without

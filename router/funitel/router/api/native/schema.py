@@ -298,6 +298,11 @@ class Info(BaseModel):
     lora_adapters: list[str] | None = Field(
         default=None, exclude_if=is_none, description="Names of adapters that requests can ask for."
     )
+    layer_parts: str | None = Field(
+        default=None,
+        exclude_if=is_none,
+        description="Device and precision of ranges of layers, such as 0-9=cpu:int8; absent where all are alike.",
+    )
     # Of encoders, in text-embeddings-inference's words.
     model_type: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=is_none)
     model_dtype: str | None = Field(default=None, exclude_if=is_none)

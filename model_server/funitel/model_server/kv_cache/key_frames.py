@@ -5,62 +5,12 @@ they are, and what is taken away from all keys of a head changes all scores of a
 in common, and are mapped such that an error counts for the same in every direction.
 """
 
-import hashlib
-import logging
-import time
-from pathlib import Path
-
-import numpy as np
 import torch
 
-from funitel.model_server import files
-from funitel.model_server.cpu.decoder import FusedDecoder
-from funitel.model_server.cpu.precision import KvKind
-from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.spec.model_spec import ModelSpec
-
-logger = logging.getLogger(__name__)
-
-TEXT = Path(files.__file__).with_name("calibration.txt")
-WINDOW, NUM_WINDOWS = 256, 4  # tokens that are computed together
 _SHRINKAGE = 0.01  # of the mean variance, added to every direction: some have none on a short text
-_CPU = torch.device("cpu")
 
 Frames = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Shifts [layers, heads, dim], maps of keys and maps of queries [layers, heads, dim, dim], float32."""
-
-
-@torch.inference_mode()
-def frame_keys(decoder: FusedDecoder, spec: ModelSpec, heads: HeadSplit, codec: TextCodec) -> None:
-    """Compute a short text, and give a decoder with a pool of uint4 the frames of its keys.
-
-    All ranks and stages of a model call it at the same time. Other pools need none: their errors are small without.
-    """
-    if decoder.program.kv_kind is not KvKind.UINT4:
-        return
-    begin = time.perf_counter()
-    window = min(WINDOW, spec.max_position_embeddings)
-    tokens = codec.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=True)[: window * NUM_WINDOWS]
-    size, dim = decoder.block_size, spec.head_dim
-    table = np.arange(1, 1 + -(-window // size), dtype=np.int32)
-    cache = KVCache(spec, heads, len(table) + 1, size, decoder.kv_dtype, _CPU)
-    sums = torch.zeros(len(spec.held_layers), heads.num_kv_heads, dim * (1 + 2 * dim), dtype=torch.float64)
-    engine = decoder.program.engine
-    engine.observe(sums)
-    try:
-        for start in range(0, len(tokens), window):
-            row = RowSpan(tokens[start : start + window], 0, table)
-            decoder(ForwardBatch.build([row], size, _CPU), cache)
-    finally:
-        engine.observe(None)
-    frames = frames_of(sums, len(tokens), dim)
-    engine.set_key_frames(*frames)
-    decoder.frames_digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in frames)).hexdigest()[:16]
-    message = "keys are framed for uint4: tokens=%d seconds=%.1f digest=%s"
-    logger.info(message, len(tokens), time.perf_counter() - begin, decoder.frames_digest)
 
 
 def frames_of(sums: torch.Tensor, num_tokens: int, dim: int) -> Frames:

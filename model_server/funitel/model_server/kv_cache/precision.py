@@ -1,16 +1,22 @@
-"""Keys and values as integer codes, with a scale and a zero of each token and head, for the fused CPU step alone."""
+"""How the numbers of a KV pool are kept: as floats, or as integer codes, which only the fused CPU step has."""
 
 from enum import Enum
 
 import torch
 
+from funitel.proto.errors import SettingsError
+
+FLOAT8_KV = {"fp8": torch.float8_e4m3fn, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALE_BYTES = 4  # of a token and head: a scale and a zero in float16
 _QUAD = 4  # tokens of which values lie together
 _LANES = 16
 
 
 class KvCodes(Enum):
-    """Bits of a code. How codes lie in a block is said in `kv_codes.h`."""
+    """Codes with a scale and a zero of each token and head, of so many bits.
+
+    How they lie in a block is described in `kv_codes.h`.
+    """
 
     INT8 = 8
     UINT4 = 4
@@ -40,3 +46,21 @@ def storage_dtype(dtype: KvDtype) -> torch.dtype:
 def kv_label(dtype: KvDtype) -> str:
     """A precision as flags call it."""
     return dtype.label if isinstance(dtype, KvCodes) else str(dtype).removeprefix("torch.")
+
+
+def torch_kv_dtype(asked: str | None, dtype: torch.dtype) -> torch.dtype:
+    """The precision of the pool of a model that computes in `dtype`. Raises: `SettingsError`: torch has no such."""
+    own = str(dtype).removeprefix("torch.")
+    if asked is None or asked == own:
+        return dtype
+    if asked not in FLOAT8_KV:
+        raise SettingsError(
+            f"--kv-cache-dtype {asked} needs the fused CPU step, this model runs in torch, in {own}: "
+            f"there it is {own} or {', '.join(FLOAT8_KV)}"
+        )
+    return FLOAT8_KV[asked]
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type are floats of a byte."""
+    return dtype.is_floating_point and dtype.itemsize == 1

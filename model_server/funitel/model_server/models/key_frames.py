@@ -1,0 +1,53 @@
+"""Give pools of uint4 the frames of their keys: compute a short text, and see what the keys of the model are like."""
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from funitel.model_server import files
+from funitel.model_server.cpu.decoder import FusedDecoder
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
+from funitel.model_server.kv_cache.pool import Pools
+from funitel.model_server.models.joined import JoinedForward
+from funitel.model_server.sequence.detokenizer import TextCodec
+
+logger = logging.getLogger(__name__)
+
+TEXT = Path(files.__file__).with_name("calibration.txt")
+WINDOW, NUM_WINDOWS = 256, 4  # tokens that are computed together
+
+
+@torch.inference_mode()
+def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -> None:
+    """Compute a short text, and set the frames of keys of the fused decoders that need some.
+
+    All ranks and stages of a model call it at the same time.
+
+    Args:
+        forward: the model, or this stage of it.
+        pools: make its pool.
+        codec: makes tokens of the text.
+        context: tokens of the longest sequence.
+    """
+    parts = [part.decoder for part in forward.parts] if isinstance(forward, JoinedForward) else [forward]
+    decoders = [each for each in parts if isinstance(each, FusedDecoder) and each.has_key_frames]
+    if not decoders:
+        return
+    begin = time.perf_counter()
+    window = min(WINDOW, context)
+    tokens = codec.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=True)[: window * NUM_WINDOWS]
+    size = pools.block_size
+    table = np.arange(1, 1 + -(-window // size), dtype=np.int32)
+    cache = pools.make(len(table) + 1)
+    for each in decoders:
+        each.observe_keys()
+    for start in range(0, len(tokens), window):
+        row = RowSpan(tokens[start : start + window], 0, table)
+        forward(ForwardBatch.build([row], size, torch.device("cpu")), cache)
+    for each in decoders:
+        each.frame_keys(len(tokens))
+    seconds = time.perf_counter() - begin
+    logger.info("keys are framed for uint4: tokens=%d seconds=%.1f", len(tokens), seconds)
