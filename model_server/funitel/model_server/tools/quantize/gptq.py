@@ -99,9 +99,7 @@ def output_error(weight: torch.Tensor, quantised: torch.Tensor, hessian: torch.T
     return float((of_error / of_output).sqrt()) if of_output > 0 else 0.0
 
 
-def _inverse_factor(
-    hessian: torch.Tensor, order: torch.Tensor, percdamp: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _inverse_factor(hessian: torch.Tensor, order: torch.Tensor, percdamp: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The dampened Hessian, and the upper Cholesky factor of its inverse with inputs in `order`."""
     if not torch.isfinite(hessian).all():
         raise WeightsError("the calibration texts give activations that are not finite")

@@ -89,7 +89,7 @@ def _mlp(layer: DecoderLayer) -> Mlp:
     return layer.mlp
 
 
-class _Seen(Exception):  # noqa: N818 - no error: it ends a run whose rest is not needed
+class _Seen(Exception):
     """The inputs are taken note of."""
 
 

@@ -1,7 +1,7 @@
-"""Choose the levels of 4-bit groups: the scale and zero point with the least weighted error, and the scale once more.
+"""Choose the levels of 4-bit groups: first by a search, later by fitting the scales to the codes that came out.
 
-Pure functions of tensors. The search is that of AWQ's and llama.cpp's quantisers (shrink the range of a group, keep what
-costs least); the second choice is least squares with the codes held, as of arXiv 2210.17323's successors.
+Pure functions of tensors. The search shrinks the range of a group and keeps what costs least, as AWQ (arXiv 2306.00978)
+and llama.cpp's k-quants do; the fit is least squares, one group after the other with all others held.
 """
 
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def searched(weight: torch.Tensor, importance: torch.Tensor, group_size: int, *,
 def _grouped(weight: torch.Tensor, group_size: int) -> torch.Tensor:
     """[rows, num_groups, group_size]; zeros fill up the last group."""
     padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % group_size))
-    return padded.unflatten(1, (-1, group_size))
+    return padded.reshape(len(weight), -1, group_size)
 
 
 def _spanning(blocks: torch.Tensor, share: float, shift: int, group_size: int, *, symmetric: bool) -> LevelGrid:
