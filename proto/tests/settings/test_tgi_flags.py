@@ -237,6 +237,10 @@ DIFFERENT: dict[tuple[Program, str], tuple[Any, str]] = {
         "loopback where there is no key; the image keeps TGI's",
     ),
     ("router", "--hostname"): (None, "the same"),
+    ("quantize", "--groupsize"): (32, "4.6 bits instead of 4.2, and far better"),
+    ("quantize", "--percdamp"): (0.1, "better on texts that calibrated nothing"),
+    ("quantize", "--act-order"): (True, "its groups stay in order, so that every reader can take it"),
+    ("quantize", "--no-act-order"): (True, "the same"),
     ("launcher", "--cuda-memory-fraction"): (
         None,
         "1 on a GPU; on a CPU a pool of 16 contexts and a quarter of the memory",

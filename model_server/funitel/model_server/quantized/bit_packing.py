@@ -89,21 +89,6 @@ def round_q4(weight: torch.Tensor, scale_dtype: torch.dtype) -> Codes:
     return Codes(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), _in_order(weight, Q4_GROUP))
 
 
-def symmetric_scales(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Scales [rows, 1] in float16 that spread the codes of each row evenly around zero, as GPTQ's usual format does."""
-    return _usable(2 * weight.abs().amax(dim=1, keepdim=True) / (2**bits - 1), torch.float16)
-
-
-def round_symmetric(weight: torch.Tensor, bits: int, group_size: int) -> Codes:
-    """Round each weight to the nearest of its group's levels, `group_size` inputs to a group."""
-    parts = torch.split(weight, group_size, dim=1)
-    scales = torch.cat([symmetric_scales(part, bits) for part in parts], dim=1)
-    groups = _in_order(weight, group_size)
-    zero = 2 ** (bits - 1)
-    codes = (weight / scales.float()[:, groups]).round_().add_(zero).clamp_(0, 2**bits - 1).to(torch.uint8)
-    return Codes(codes, scales, torch.full_like(scales, zero, dtype=torch.uint8), groups)
-
-
 def _usable(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scales as they will be stored; 1 where they would be 0, for weights that are all zero."""
     stored = scales.to(dtype)

@@ -92,6 +92,7 @@ class CheckSpecSettings:
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4", "none")
+_OF_GPTQ = tuple("groupsize act_order symmetric percdamp calibration_file num_samples sequence_length".split())
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
 
@@ -111,11 +112,16 @@ class QuantizeSettings:
         env=None,
     )
     groupsize: int = setting(
-        128, "gptq: inputs that share a scale, a multiple of 8; -1 for all inputs of an output.", env=None
+        32, "gptq: inputs that share a scale, a multiple of 8; -1 for all inputs of an output.", env=None
     )
-    act_order: bool = setting(False, "gptq: begin with the inputs that matter most.", env=None)
+    act_order: bool = setting(
+        True, "gptq: begin with the inputs that matter most; the order in the files is the model's.", env=None
+    )
+    symmetric: bool = setting(
+        False, "gptq: no zero points, for readers that take none; each group has one when not given.", env=None
+    )
     percdamp: float = setting(
-        0.01,
+        0.1,
         "gptq: dampening of the Hessian, as a share of its mean diagonal.",
         env=None,
         bounds=Bounds(minimum=0, maximum=1),
@@ -147,7 +153,7 @@ class QuantizeSettings:
             f"--groupsize must be -1 or a positive multiple of {GROUP_MULTIPLE}, given {self.groupsize}",
         )
         if self.method != "gptq":
-            for name in ("groupsize", "act_order", "percdamp", "calibration_file", "num_samples", "sequence_length"):
+            for name in _OF_GPTQ:
                 is_default = getattr(self, name) == self.__dataclass_fields__[name].default
                 require(is_default, f"{flag_of(name)} is for --method gptq, not {self.method}")
 

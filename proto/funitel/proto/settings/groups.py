@@ -52,7 +52,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "calibration",
         "Calibration of a quantised model",
         "",
-        "groupsize act_order percdamp calibration_file num_samples sequence_length upload_to_model_id",
+        "groupsize act_order symmetric percdamp calibration_file num_samples sequence_length upload_to_model_id",
     ),
     _group(
         "hardware",

@@ -13,7 +13,7 @@ import torch
 from funitel.model_server.quantized.bit_packing import WORD_BITS, Codes, pack
 from funitel.model_server.quantized.config import COMPRESSED, GPTQ, Q4_GROUP
 from funitel.model_server.settings import QuantizeSettings
-from funitel.model_server.tools.quantize.gptq import BITS as GPTQ_BITS
+from funitel.model_server.tools.quantize.level_grid import BITS as GPTQ_BITS
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 # AutoGPTQ sizes its tensors in words of 32 inputs and outputs.
@@ -105,9 +105,9 @@ class Format:
             "bits": self.bits,
             "group_size": self.settings.groupsize,
             "damp_percent": self.settings.percdamp,
-            "desc_act": self.settings.act_order,
-            "static_groups": False,
-            "sym": True,
+            "desc_act": False,  # whatever the order of rounding, groups hold inputs in their own
+            "static_groups": self.settings.act_order,
+            "sym": self.settings.symmetric,
             "true_sequential": True,
             "lm_head": False,
             "checkpoint_format": "gptq",

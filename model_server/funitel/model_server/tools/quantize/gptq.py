@@ -1,19 +1,19 @@
 """GPTQ: round a layer's weights one input at a time, and let the inputs still to come make up for each error.
 
-Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with groups and act-order as its reference implementation
-has them. Pure functions of tensors; `walk` brings the activations.
+Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1, with act-order over groups in place (AutoGPTQ's
+`static_groups`). Pure functions of tensors; `layer_walk` brings the activations.
 """
 
 import logging
 
 import torch
 
-from funitel.model_server.quantized.bit_packing import Codes, symmetric_scales
+from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.tools.quantize.level_grid import LevelGrid, searched
 from funitel.proto.errors import WeightsError
 
 logger = logging.getLogger(__name__)
 
-BITS = 4
 # Errors of so many inputs are spread at once over those after them: one large product instead of many small ones.
 BLOCK = 128
 # Where the Hessian is too close to singular, dampening grows by steps of ten up to this share of its mean diagonal.
@@ -40,47 +40,55 @@ class Hessian:
 
 
 def quantize_gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, *, group_size: int, percdamp: float, act_order: bool
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    *,
+    group_size: int,
+    percdamp: float,
+    act_order: bool,
+    symmetric: bool = False,
 ) -> Codes:
-    """Quantise weights [outputs, inputs] to 4 bits, symmetric around zero.
+    """Quantise weights [outputs, inputs] to 4 bits.
+
+    The levels of every group are chosen before the first weight is rounded, so that groups hold inputs in their own
+    order whatever the order of rounding, and their scales are fitted once more to the codes that came out.
 
     Args:
         weight: the layer's weights.
         hessian: [inputs, inputs], from `Hessian`.
         group_size: inputs that share a scale; -1 for one group.
         percdamp: dampening, as a share of the Hessian's mean diagonal.
-        act_order: begin with the inputs that matter most; groups then gather inputs in that order.
+        act_order: begin with the inputs that matter most.
+        symmetric: the levels of a group lie around zero, else each group has a zero point.
 
     Raises:
         WeightsError: the activations are not finite, or no dampening makes the Hessian invertible.
     """
     num_inputs = weight.shape[1]
+    weight = weight.float()
     size = num_inputs if group_size == -1 else group_size
     order = torch.arange(num_inputs, device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
-    left = weight.float()[:, order]  # what is still to be rounded, errors of others made up for
-    factor = _inverse_factor(hessian[order][:, order], percdamp)
-    zero, top = 2 ** (BITS - 1), 2**BITS - 1
-    codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
-    all_scales = []
-    for group_start in range(0, num_inputs, size):
-        group_end = min(group_start + size, num_inputs)
-        all_scales.append(symmetric_scales(left[:, group_start:group_end], BITS))
-        scales = all_scales[-1].float()[:, 0]
-        for start in range(group_start, group_end, BLOCK):
-            end = min(start + BLOCK, group_end)
-            errors = torch.empty_like(left[:, start:end])
-            for i in range(start, end):
-                code = (left[:, i] / scales).round_().add_(zero).clamp_(0, top)
-                codes[:, i] = code.to(torch.uint8)
-                error = (left[:, i] - (code - zero) * scales) / factor[i, i]
-                left[:, i:end].addr_(error, factor[i, i:end], alpha=-1)
-                errors[:, i - start] = error
-            left[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
-    place = order.argsort()  # of each input, in the order of rounding
-    scales = torch.cat(all_scales, dim=1)
-    return Codes(codes[:, place], scales, torch.full_like(scales, zero, dtype=torch.uint8), place // size)
+    dampened, factor = _inverse_factor(hessian, order, percdamp)
+    grid = searched(weight, dampened.diagonal(), size, symmetric=symmetric)
+    codes = _rounded_in_order(weight[:, order], grid, order.tolist(), factor)[:, order.argsort()]
+    return grid.refitted(codes, weight, dampened).codes(codes)
+
+
+def _rounded_in_order(left: torch.Tensor, grid: LevelGrid, order: list[int], factor: torch.Tensor) -> torch.Tensor:
+    """Codes of the columns of `left`, which are inputs `order`; it changes to what made up for others' errors."""
+    codes = torch.empty_like(left)
+    for start in range(0, len(order), BLOCK):
+        end = min(start + BLOCK, len(order))
+        errors = torch.empty_like(left[:, start:end])
+        for i in range(start, end):
+            codes[:, i], rounded = grid.round_column(left[:, i], order[i])
+            error = (left[:, i] - rounded) / factor[i, i]
+            left[:, i:end].addr_(error, factor[i, i:end], alpha=-1)
+            errors[:, i - start] = error
+        left[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
+    return codes
 
 
 def output_error(weight: torch.Tensor, quantised: torch.Tensor, hessian: torch.Tensor) -> float:
@@ -91,8 +99,8 @@ def output_error(weight: torch.Tensor, quantised: torch.Tensor, hessian: torch.T
     return float((of_error / of_output).sqrt()) if of_output > 0 else 0.0
 
 
-def _inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
-    """Upper Cholesky factor of the inverse of the dampened Hessian."""
+def _inverse_factor(hessian: torch.Tensor, order: torch.Tensor, percdamp: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dampened Hessian, and the upper Cholesky factor of its inverse with inputs in `order`."""
     if not torch.isfinite(hessian).all():
         raise WeightsError("the calibration texts give activations that are not finite")
     diagonal = hessian.diagonal()
@@ -102,12 +110,12 @@ def _inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
     dampening = percdamp
     while dampening <= _MAX_DAMPENING:
         dampened = hessian + torch.diag((dampening * mean).expand(len(hessian)))
-        lower, failed = torch.linalg.cholesky_ex(dampened)
+        lower, failed = torch.linalg.cholesky_ex(dampened[order][:, order])
         if not failed:
             factor: torch.Tensor
             factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and torch.isfinite(factor).all():
-                return factor
+                return dampened, factor
         dampening = max(dampening * 10, 1e-4)
         logger.info("the hessian is singular: dampening=%g", dampening)
     raise WeightsError(f"no dampening up to {_MAX_DAMPENING:g} makes a layer's Hessian invertible")

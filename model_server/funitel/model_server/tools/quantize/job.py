@@ -13,13 +13,14 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.layers.linear import Matmul
-from funitel.model_server.quantized.bit_packing import Codes, round_int8, round_q4, round_symmetric
+from funitel.model_server.quantized.bit_packing import Codes, round_int8, round_q4
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.folder import DTYPES, SafetensorsWriter
 from funitel.model_server.tools.quantize.formats import Format, Shapes
 from funitel.model_server.tools.quantize.gptq import output_error, quantize_gptq
 from funitel.model_server.tools.quantize.layer_walk import Inputs, Walk, inputs_of
+from funitel.model_server.tools.quantize.level_grid import full_range
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class QuantizeJob:
                     group_size=self.settings.groupsize,
                     percdamp=self.settings.percdamp,
                     act_order=self.settings.act_order,
+                    symmetric=self.settings.symmetric,
                 )
                 restored = codes.dequantize(torch.float32)
                 self._note(inputs, weight, restored, hessian)
@@ -138,7 +140,7 @@ class QuantizeJob:
 
     def _note(self, inputs: Inputs, weight: torch.Tensor, restored: torch.Tensor, hessian: torch.Tensor) -> None:
         size = inputs.num_inputs if self.settings.groupsize == -1 else self.settings.groupsize
-        rounded = round_symmetric(weight, self._format.bits, size).dequantize(torch.float32)
+        rounded = full_range(weight, size, symmetric=self.settings.symmetric).round(weight).dequantize(torch.float32)
         quality = Quality(output_error(weight, restored, hessian), output_error(weight, rounded, hessian))
         name = inputs.parts[0][0]
         self.report.qualities[name] = quality

@@ -5,6 +5,7 @@ One layer is in memory at a time; between layers there are only hidden states.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,6 @@ from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.linear import ColumnLinear, Matmul, RowLinear
 from funitel.model_server.layers.mlp import Mlp
 from funitel.model_server.models.decoder import DecoderLayer, TokenEmbedding
-from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.spec.model_spec import ModelSpec, QkvLayout
 from funitel.model_server.tools.quantize.gptq import Hessian
 from funitel.proto.errors import UnsupportedModel
@@ -89,17 +89,20 @@ def _mlp(layer: DecoderLayer) -> Mlp:
     return layer.mlp
 
 
-class _Observed(Matmul):
-    """Stands in for a layer's product and takes note of its inputs."""
+class _Seen(Exception):
+    """The inputs are taken note of."""
 
-    def __init__(self, product: Product, hessian: Hessian) -> None:
-        self.product = product
+
+class _Observed(Matmul):
+    """Stands in for a layer's product, takes note of its inputs and goes no further."""
+
+    def __init__(self, hessian: Hessian) -> None:
         self.hessian = hessian
         self.single_row = None  # every input passes `__call__`
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.hessian.add(x)
-        return self.product(x)
+        raise _Seen
 
 
 class Walk:
@@ -137,10 +140,11 @@ class Walk:
         """What goes into some linear layers of the layer that comes next, as it now is."""
         linear = inputs.linear(layer)
         product = linear.matmul
-        observed = _Observed(product, Hessian(inputs.num_inputs, self.device))
+        observed = _Observed(Hessian(inputs.num_inputs, self.device))
         linear.matmul = observed
         for hidden, batch in zip(self._hidden, self._batches, strict=True):
-            self._run(layer, hidden, batch)
+            with suppress(_Seen):
+                self._run(layer, hidden, batch)
         linear.matmul = product
         return observed.hessian.mean
 
