@@ -265,7 +265,8 @@ def test_gpu_layers_are_the_last_ones(folder: Path, caplog: pytest.LogCaptureFix
         ({"quantize": "int8"}, (None, "int8", None), (None, "int8", None)),
         ({"quantize": "gguf"}, (None, "gguf", None), (None, None, None)),
         ({"quantize": "fp8"}, (None, None, None), (None, "fp8", None)),
-        ({"kv_cache_dtype": "fp8_e5m2"}, (None, None, None), (None, None, "fp8_e5m2")),
+        ({"kv_cache_dtype": "fp8_e5m2"}, (None, None, "fp8_e5m2"), (None, None, "fp8_e5m2")),
+        ({"kv_cache_dtype": "uint4"}, (None, None, "uint4"), (None, None, None)),
     ],
 )
 def test_each_device_gets_the_precision_that_it_has(
@@ -325,7 +326,6 @@ def test_layers_on_a_gpu_are_in_torch_with_a_pool_there(folder: Path, monkeypatc
         ({"layer_parts": "0-2=int8", "expert_parallel": True}, "--expert-parallel cannot be used with --layer-parts"),
         ({"layer_parts": "0-2=int8", "dtype": "float32"}, "--dtype float32 cannot be used with --layer-parts 0-2=int8"),
         ({"layer_parts": "0-2=int8", "quantize": "int8"}, "--quantize int8 cannot be used with --layer-parts 0-2=int8"),
-        ({"layer_parts": "0-2=int8", "kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is for GPUs"),
         ({"layer_parts": "0-2=int8", "engine": "transformers"}, "is for decoders of the table of models, not models"),
     ],
 )

@@ -13,7 +13,7 @@ from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.tools.quantize import job
-from funitel.model_server.tools.quantize.calibration import read_texts, tokenize
+from funitel.model_server.tools.quantize.calibration import calibration_texts, tokenize
 from funitel.model_server.tools.quantize.command import quantize
 from funitel.model_server.tools.quantize.gptq import output_error, quantize_gptq
 from funitel.model_server.tools.quantize.layer_walk import Walk, inputs_of
@@ -30,7 +30,7 @@ def test_every_matrix_of_a_layer_is_better_than_rounded(demo_model: Path) -> Non
     weights = Weights(demo_model, torch.float32, torch.device("cpu"), spec.names.prefix, is_shown=False)
     codec = TextCodec(demo_model)
     held_out = Walk(spec, weights, tokenize(codec, [HELDOUT.read_text(encoding="utf-8")], 2, 256))
-    calibration = Walk(spec, weights, tokenize(codec, read_texts(None), 8, 256))
+    calibration = Walk(spec, weights, tokenize(codec, calibration_texts(None), 8, 256))
     layer = calibration.load(0)
     for inputs in inputs_of(spec, weights.prefix, 0):
         parts = [weights.read_linear(name, num_outputs, inputs.num_inputs) for name, num_outputs in inputs.parts]
