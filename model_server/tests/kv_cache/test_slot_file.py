@@ -115,9 +115,7 @@ def test_two_processes_have_two_files(tmp_path: Path) -> None:
     second.close()
 
 
-def test_what_cannot_be_a_folder_or_a_file_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_a_folder_or_a_file_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(SettingsError, match=r"^--kv-disk-dir .*file.*: Not a directory$|: File exists$"):
         opened(tmp_path / "file")
@@ -133,7 +131,7 @@ def test_what_cannot_be_a_folder_or_a_file_is_told_in_one_line(
         opened(tmp_path)
 
 
-class opened_and_closed:  # noqa: N801 - a context
+class opened_and_closed:
     def __init__(self, folder: Path) -> None:
         self._file = opened(folder)
 
@@ -171,7 +169,9 @@ def zero_the_entry(fd: int, slot: int, chance: random.Random) -> None:
 
 
 def swap_contents(fd: int, slot: int, chance: random.Random) -> None:
-    _swap(fd, LAYOUT.content_at(slot), LAYOUT.content_at((slot + chance.randrange(1, NUM_SLOTS)) % NUM_SLOTS), NUM_BYTES)
+    _swap(
+        fd, LAYOUT.content_at(slot), LAYOUT.content_at((slot + chance.randrange(1, NUM_SLOTS)) % NUM_SLOTS), NUM_BYTES
+    )
 
 
 def swap_entries(fd: int, slot: int, chance: random.Random) -> None:
@@ -201,9 +201,7 @@ DAMAGES: tuple[Callable[[int, int, random.Random], None], ...] = (
 )
 
 
-def test_nothing_wrong_is_read_of_ten_thousand_damaged_slots(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_wrong_is_read_of_ten_thousand_damaged_slots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
     chance = random.Random(5)
     file = opened(tmp_path)

@@ -222,7 +222,7 @@ class BlockCopy:
     slot: int
     is_load: bool  # from the slot into the block
     to_block: int | None = None  # given: `block` is copied there, and slot and is_load are 0 and False
-    key: bytes = b""  # of the content, where there is a slot
+    key: bytes = b""  # of the content; a save without one wipes a slot of a file
     age_seconds: float = 0.0  # of a save: since the content was used last
 
 

@@ -53,15 +53,21 @@ class DiskBlocks:
         self._pools = [_bytes_of(each.pool) for each in cache.with_companion()]  # each [num_blocks, bytes]
 
     def check(self, copies: Iterable[BlockCopy]) -> None:
-        """Raise InvalidRequest for a block or slot that is not there, or a copy without the key of its content."""
+        """Raise InvalidRequest for a block or slot that is not there, or a copy without the key of its content.
+
+        A save without a key lets its slot hold nothing.
+        """
         copies = tuple(copies)
         check_slots(copies, self._num_blocks, self._file.layout.num_slots, "the file")
         for copy in copies:
-            if len(copy.key) != KEY_BYTES:
+            if len(copy.key) != KEY_BYTES and (copy.key or copy.is_load):
                 raise InvalidRequest(f"a copy of slot {copy.slot} has a key of {len(copy.key)} bytes, not {KEY_BYTES}")
 
     def carry_out(self, copy: BlockCopy) -> bool:
         """Copy a block to or from its slot; whether the slot holds what it is thought to hold."""
+        if not copy.key:
+            self._file.wipe(copy.slot)
+            return True
         content = [memoryview(pool[copy.block]) for pool in self._pools]
         if copy.is_load:
             return self._file.load(copy.slot, copy.key, content)

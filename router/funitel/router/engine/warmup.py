@@ -11,7 +11,7 @@ from funitel.proto.step import Capability, SamplingParams, SequenceStart, Stoppi
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.kv_cache.host_tier import HostTier, CacheTier
+from funitel.router.kv_cache.host_tier import CacheTier, HostTier
 from funitel.router.scheduler.admission import Admission
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler

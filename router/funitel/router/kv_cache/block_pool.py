@@ -31,7 +31,7 @@ class BlockPool:
         host: HostTier | None = None,
         ttl: float | None = None,
     ) -> None:
-        self.host = host or HostTier(host_blocks, ttl=ttl)
+        self.host = HostTier(host_blocks, ttl=ttl) if host is None else host
         self.ttl = ttl
         self.now = self.host.now
         self.num_expired = 0
@@ -120,6 +120,8 @@ class BlockPool:
         if key not in self._published and block not in self._keys:
             self._published[key] = block
             self._keys[block] = key
+            if self.host.writes_through:
+                self.host.save(key, block, self.now)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take the publication of blocks back: they match no prefix any more; sequences that share one keep it."""

@@ -1,5 +1,8 @@
 """The lower tier of the prefix cache: content of evicted blocks, in slots of the shards' host memory or files. Pure.
 
+Host memory gets what is evicted. A file gets every block as soon as it is published, so that whatever ends the process
+takes little with it; an eviction then copies nothing.
+
 The copies that planning decides on are part of the next step, and shards carry them out in their order before it
 computes. So what is planned here is true by the time it matters; a shard that cannot make a copy refuses the step.
 """
@@ -40,6 +43,7 @@ class HostTier:
     ) -> None:
         self.num_slots = num_slots
         self.kind = kind
+        self.writes_through = kind is CacheTier.DISK and num_slots > 0
         self.ttl = ttl
         self.now = now
         self.num_saved = self.num_loaded = self.num_expired = self.num_lost = 0
@@ -68,7 +72,7 @@ class HostTier:
         self._pinned = frozenset(keys)
 
     def save(self, key: bytes, block: int, used: float = 0.0) -> None:
-        """Keep content last used at `used` of a block that is about to be allocated again, if a slot can be had."""
+        """Keep content of a block, last used at `used`, if a slot can be had; what is there already is not copied."""
         if key in self._slots:  # since it was loaded from there
             self._slots.move_to_end(key)
             self._used[key] = max(used, self._used[key])
@@ -133,10 +137,12 @@ class HostTier:
                 self._free.append(self._forget(key))
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget content."""
-        for key in keys:
-            if key in self._slots:
-                self._free.append(self._forget(key))
+        """Forget content that is wrong; a later process does not find it either."""
+        slots = {self._forget(key) for key in keys if key in self._slots}
+        self._free.extend(slots)
+        self._copies = [copy for copy in self._copies if copy.is_load or copy.slot not in slots]
+        if self.writes_through:
+            self._copies.extend(BlockCopy(1, slot, is_load=False) for slot in slots)
 
     def expire(self) -> None:
         """Free slots with content that was not used for too long."""
