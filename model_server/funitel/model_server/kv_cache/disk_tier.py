@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from funitel.model_server.files.manifest import VERIFIED
 from funitel.model_server.hub.resolve import cache_folder
 from funitel.model_server.kv_cache.pool import KVCache, check_slots
 from funitel.model_server.kv_cache.slot_file import KEY_BYTES, SlotFile, SlotLayout
@@ -184,7 +185,7 @@ def _bytes_of(pool: torch.Tensor) -> np.ndarray:
 
 def _files_of(path: Path) -> list[tuple[str, int, int, str]]:
     """Name, size, time of change and a digest of each file of a model; of a large file its digest is of samples."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted(each for each in path.iterdir() if each.name != VERIFIED) if path.is_dir() else [path]
     return [
         (file.name, found.st_size, found.st_mtime_ns, _sampled(file, found.st_size))
         for file in files
