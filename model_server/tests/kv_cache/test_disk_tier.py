@@ -203,6 +203,8 @@ def test_what_a_file_is_of(tmp_path: Path) -> None:
         assert tier_of(model, **change).identity != own.identity
     assert tier_of(model, sharded=True, rank=1, world_size=2).stem.endswith("-rank1of2")
     assert tier_of(model, sharded=True, rank=1, world_size=2).num_files == 2
+    (model / "funitel-verified.json").write_text("{}")
+    assert tier_of(model).identity == own.identity, "every start writes that file"
     weights = model / "model.safetensors"
     found = weights.stat()
     content = bytearray(weights.read_bytes())
