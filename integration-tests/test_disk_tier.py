@@ -1,5 +1,6 @@
 """The disk tier of a whole server: restarts, kill -9, several ranks and damage change no text, and hits save time."""
 
+import importlib.util
 import os
 import random
 import re
@@ -175,3 +176,19 @@ def test_a_prefix_of_900_tokens_is_found_in_both_tiers(
         text, usage = complete(server, story + asks[0])
         assert (text, usage["prompt_tokens_details"]["cached_tokens"]) == (plain[0], 0)
         assert server.metrics()["funitel_prefix_cache_expired_blocks_total"] > 50
+
+
+def test_the_benchmark_finds_every_prefix_again(tiny_model: Path, figures: dict[str, object]) -> None:
+    """The short form of `benchmarks/disk_tier.py`."""
+    path = Path(__file__).parent.parent / "benchmarks" / "disk_tier.py"
+    spec = importlib.util.spec_from_file_location("disk_tier_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    flags = ("--dtype", "float32", "--num-threads", "1", "--max-batch-total-tokens", "512")
+    found = module.measure(str(tiny_model), 12, 40, 3, 0.05, flags)
+    figures["disk tier, 12 prompts after a restart"] = found
+    assert (found["prompts_found"], found["texts_that_differ"]) == (1.0, 0)
+    assert found["tokens_found"] > 0.9
+    assert found["tokens_found_on_disk"] > 0.9 * 12 * found["prompt_tokens_median"]

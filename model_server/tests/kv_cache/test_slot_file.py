@@ -77,6 +77,7 @@ def test_the_file_is_private_sparse_and_as_large_as_it_may_be(tmp_path: Path) ->
     assert (1 << 24) - layout.num_bytes < 3 * PAGE
     assert found.st_blocks * 512 < 1 << 20
     file.close()
+    assert SlotLayout.within(1 << 50, NUM_BYTES, b"g" * 32).num_slots == slot_file.MAX_SLOTS
 
 
 def test_a_file_of_something_else_is_discarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

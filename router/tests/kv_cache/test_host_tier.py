@@ -160,6 +160,19 @@ def test_wrong_content_is_wiped() -> None:
     assert len(tier) == 0
 
 
+def test_after_eight_losses_nothing_is_trusted() -> None:
+    tier = HostTier(20, CacheTier.DISK)
+    for number in range(20):
+        tier.save(key(number), number)
+    for number in range(7):
+        tier.drop([number])
+    assert (len(tier), tier.num_lost) == (13, 7)
+    tier.drop([7, 8])
+    assert (len(tier), tier.num_lost) == (0, 9)
+    tier.save(key(1), 1)
+    assert key(1) in tier
+
+
 def test_what_is_swapped_out_stays_until_it_is_released() -> None:
     tier = HostTier(3)
     tier.save(key(9), 9)

@@ -108,7 +108,7 @@ class DiskTier:
         count = SlotLayout.within(self.num_bytes, block_bytes, b"").num_slots
         if not count:
             raise SettingsError(
-                f"--kv-disk-gb {self.num_bytes / GIB:g} has no room for a block, which has {block_bytes} bytes"
+                f"--kv-disk-gb {self.num_bytes / GIB:.4g} has no room for a block, which has {block_bytes} bytes"
             )
         return count
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 PAGE = 4096
 KEY_BYTES = 32
+MAX_SLOTS = 1 << 22  # their keys are told in one message
 MAX_FILES = 64  # of one model and rank in a folder, each of another running shard
 _MAGIC, _ENTRY_MAGIC = b"funitelK", b"slot"
 _HEAD = struct.Struct("<8sIQQ32s")  # magic, version, slots, bytes of a slot's content, fingerprint
@@ -48,9 +49,9 @@ class SlotLayout:
 
     @classmethod
     def within(cls, num_bytes: int, content_bytes: int, fingerprint: bytes) -> "SlotLayout":
-        """As many slots as a file of `num_bytes` has room for."""
+        """As many slots as a file of `num_bytes` has room for, at most `MAX_SLOTS`."""
         per_slot = _up(content_bytes) + ENTRY_BYTES
-        return cls(max(0, (num_bytes - 2 * PAGE) // per_slot), content_bytes, fingerprint)
+        return cls(min(MAX_SLOTS, max(0, (num_bytes - 2 * PAGE) // per_slot)), content_bytes, fingerprint)
 
     @property
     def num_bytes(self) -> int:

@@ -14,6 +14,9 @@ from enum import StrEnum
 from funitel.proto.step import BlockCopy, StoredBlock
 
 
+MAX_LOSSES = 8  # refused steps after which no content of a file is trusted
+
+
 class CacheTier(StrEnum):
     """Where a cached prefix is found."""
 
@@ -53,6 +56,7 @@ class HostTier:
         self._pinned: frozenset[bytes] = frozenset()
         self._reserved: Counter[bytes] = Counter()  # of preempted sequences
         self._copies: list[BlockCopy] = []
+        self._num_losses = 0  # steps that were refused
         for each in sorted(stored, key=lambda block: -block.age_seconds):
             if each.slot < num_slots and each.slot not in self._keys:
                 if each.key in self._slots:  # an older one
@@ -129,10 +133,11 @@ class HostTier:
             if not copy.is_load and (key := self._keys.get(copy.slot)) is not None:
                 self._free.append(self._forget(key))
 
-    def drop(self, slots: Iterable[int]) -> None:
-        """Forget slots that have lost their content."""
-        for slot in slots:
-            self.num_lost += 1
+    def drop(self, slots: Sequence[int]) -> None:
+        """Forget slots that have lost their content, and at times all others: each loss disturbs every stream."""
+        self.num_lost += len(slots)
+        self._num_losses += 1
+        for slot in slots if self._num_losses % MAX_LOSSES else tuple(self._keys):
             if (key := self._keys.get(slot)) is not None:
                 self._free.append(self._forget(key))
 
