@@ -110,13 +110,13 @@ def run_pass(url: str, prompts: Sequence[str]) -> tuple[list[float], list[str], 
 
 
 def measure(
-    model: str, num_prefixes: int, num_words: int, num_plain: int, gb: float, flags: Sequence[str]
+    model: str, num_prefixes: int, num_words: int, num_plain: int, gb: float, pool_tokens: int, flags: Sequence[str]
 ) -> dict[str, Any]:
     """The figures, times in milliseconds."""
     prompts = [prompt_of(number, num_words) for number in range(num_prefixes)]
     folder = Path(tempfile.mkdtemp(prefix="funitel-disk-tier-"))
     try:
-        pool = ("--max-batch-total-tokens", "4096", *flags)
+        pool = ("--max-batch-total-tokens", str(pool_tokens), *flags)
         tier = (*pool, "--kv-disk-gb", str(gb), "--kv-disk-dir", str(folder / "kv"))
         with server(model, folder, pool) as url:
             plain, _, _ = run_pass(url, prompts[:num_plain])
@@ -133,7 +133,7 @@ def measure(
     return {
         "prefixes": num_prefixes,
         "prompt_tokens_median": median(asked),
-        "pool_tokens": 4096,
+        "pool_tokens": pool_tokens,
         "file_bytes": file_bytes,
         "prompts_found": len(hits) / num_prefixes,
         "tokens_found": round(sum(cached) / sum(asked), 4),
@@ -161,12 +161,13 @@ def main() -> None:
     parser.add_argument("--prefixes", type=int, default=1000, help="distinct prompts")
     parser.add_argument("--words", type=int, default=270, help="of a prompt; each is a token or little more")
     parser.add_argument("--plain", type=int, default=50, help="prompts that a server without a file computes")
+    parser.add_argument("--pool-tokens", type=int, default=4096, help="as --max-batch-total-tokens")
     parser.add_argument("--gb", type=float, default=16.0, help="of the file, as --kv-disk-gb")
     own, flags = sys.argv[1:], []
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
-    figures = measure(args.model, args.prefixes, args.words, args.plain, args.gb, flags)
+    figures = measure(args.model, args.prefixes, args.words, args.plain, args.gb, args.pool_tokens, flags)
     print(
         f"{figures['prefixes']} prompts: {figures['prompts_found']:.1%} found after a restart, "
         f"first token computed {figures['ttft_ms_computed']}, found {figures['ttft_ms_found']}"

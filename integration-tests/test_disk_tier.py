@@ -135,7 +135,7 @@ def test_what_cannot_be_is_told_in_one_line(tiny_model: Path, tmp_path: Path) ->
     (tmp_path / "file").write_text("x")
     for flags, message in (
         (("--kv-disk-gb", "1", "--kv-disk-dir", str(tmp_path / "file")), "--kv-disk-dir"),
-        (("--kv-disk-gb", "1000000", "--kv-disk-dir", str(tmp_path)), "lower it"),
+        (("--kv-disk-gb", "0.00001", "--kv-disk-dir", str(tmp_path)), "no room for a block"),
         (("--preemption-mode", "swap"), "--preemption-mode swap needs slots"),
     ):
         ended = run_launcher("--model-id", str(tiny_model), *TINY, *flags)
@@ -186,8 +186,8 @@ def test_the_benchmark_finds_every_prefix_again(tiny_model: Path, figures: dict[
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    flags = ("--dtype", "float32", "--num-threads", "1", "--max-batch-total-tokens", "512")
-    found = module.measure(str(tiny_model), 12, 40, 3, 0.05, flags)
+    flags = ("--dtype", "float32", "--num-threads", "1")
+    found = module.measure(str(tiny_model), 12, 40, 3, 0.05, 512, flags)
     figures["disk tier, 12 prompts after a restart"] = found
     assert (found["prompts_found"], found["texts_that_differ"]) == (1.0, 0)
     assert found["tokens_found"] > 0.9

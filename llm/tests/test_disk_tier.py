@@ -1,11 +1,13 @@
 """A prompt with blocks in a file is answered as at first: after a restart, over damage, and when it was swapped out."""
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,13 +268,16 @@ async def test_swapping_without_room_recomputes(folder: Path, tmp_path: Path) ->
         assert server.scheduler.num_swapped == 0
 
 
-async def test_what_cannot_be_is_told_in_one_line(folder: Path, tmp_path: Path) -> None:
+async def test_what_cannot_be_is_told_in_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SettingsError, match=r"^--preemption-mode swap needs slots of --kv-disk-gb, or on a GPU of "):
         async with running(folder, None, preemption_mode="swap"):
             pass
     with pytest.raises(SettingsError, match=r"^--kv-disk-gb .* has no room for a block, which has \d+ bytes$"):
         async with running(folder, tmp_path, num_bytes=5000):
             pass
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=100, f_frsize=PAGE))
     with pytest.raises(SettingsError, match=r"^--kv-disk-gb: 1 files of \d+ bytes need \d+ more in .* lower it$"):
-        async with running(folder, tmp_path, num_bytes=1 << 50):
+        async with running(folder, tmp_path):
             pass

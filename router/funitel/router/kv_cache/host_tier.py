@@ -13,7 +13,6 @@ from enum import StrEnum
 
 from funitel.proto.step import BlockCopy, StoredBlock
 
-
 MAX_LOSSES = 8  # refused steps after which no content of a file is trusted
 
 
