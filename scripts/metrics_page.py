@@ -62,6 +62,8 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("funitel_memory_bytes", "kind"): "`resident` now, or `peak`",
     ("funitel_blocks", "state"): "`used`, `free`, or `cached` (free, and kept for its content)",
     ("funitel_state_slots", "state"): "`used`, `free`, or `cached` (free, and kept as a checkpoint)",
+    ("funitel_prefix_cache_tier_hit_tokens", "tier"): "`memory`, `disk`, or on a GPU `host`",
+    ("funitel_tier_slots", "state"): "`used` or `free`",
     ("funitel_draft_tokens", "outcome"): "`accepted` or `rejected`",
     ("funitel_sequences", "state"): "`waiting` or `running`",
     ("funitel_replicas", "state"): "`serving`, `lost` or `draining`",

@@ -152,7 +152,7 @@ TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup"
 
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
 OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop", "TokenSequence"}
-OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory", "StateSave"}
+OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory", "StateSave", "StoredBlock"}
 OUR_MESSAGES |= {f"{call}Adapter{kind}" for call in ("Load", "Unload") for kind in ("Request", "Response")}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_MESSAGES |= {f"{call}{kind}" for call in ("Sleep", "Wake") for kind in ("Request", "Response")}

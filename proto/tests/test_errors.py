@@ -68,6 +68,7 @@ def test_a_message_is_one_line_behind_its_prefix(cls: type[FunitelError]) -> Non
         ("StepFailed", 424, "generation", "ABORTED"),
         ("UnknownBatch", 424, "generation", "INTERNAL"),
         ("ResourceExhausted", 424, "generation", "RESOURCE_EXHAUSTED"),
+        ("SlotsLost", 424, "generation", "ABORTED"),
         ("BrokenScores", 424, "generation", "ABORTED"),
         ("ShardUnsound", 424, "generation", "DATA_LOSS"),
         ("Incomplete", 500, "incomplete_generation", "INTERNAL"),

@@ -32,6 +32,7 @@ from funitel.proto.step import (
     StateSave,
     StepResult,
     StoppingParams,
+    StoredBlock,
     Tokens,
     WarmupLimits,
     WarmupResult,
@@ -160,6 +161,7 @@ RESULTS = st.builds(
     num_forward_rows=U32,
     num_forward_tokens=U32,
     memories=some(st.tuples(U64, SHORT)),
+    lost_slots=some(U32),
 ).map(lambda result: result if result.generations else dataclasses.replace(result, memories=()))
 FACTS = st.builds(
     EncoderFacts,
@@ -202,7 +204,7 @@ INFOS = st.builds(
     num_opening_tokens=U32,
     eos_token_ids=st.frozensets(U32, max_size=3),
 )
-COPIES = st.builds(BlockCopy, U32, U32, st.booleans())
+COPIES = st.builds(BlockCopy, U32, U32, st.booleans(), st.none() | U32, st.binary(max_size=32), SHORT)
 LIMITS = st.builds(
     WarmupLimits,
     max_input_tokens=st.none() | U32,
@@ -220,6 +222,8 @@ WARMUPS = st.builds(
     total_kv_bytes=U64,
     host_blocks=U32,
     state_slots=U32,
+    is_disk=st.booleans(),
+    stored_blocks=some(st.builds(StoredBlock, U32, st.binary(max_size=32), SHORT)),
 )
 
 

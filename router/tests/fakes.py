@@ -71,6 +71,7 @@ class FakeEngine:
     fails_at: int = 0
     max_requests: int = 8
     num_cached_tokens: int = 0  # of every prompt
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     logprobs: Sequence[float] = ()  # of the sequences, in order of submission
     requests: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
@@ -115,6 +116,7 @@ class FakeEngine:
         self.requests.append(request)
         stream = TokenStream(request, lambda: self._cancel(request, task))
         stream.num_cached_tokens = self.num_cached_tokens
+        stream.cached_by_tier = self.cached_by_tier
         self.streams.append(stream)
         task = asyncio.create_task(self._generate(request, stream, logprob))
         self.tasks.add(task)

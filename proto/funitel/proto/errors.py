@@ -41,6 +41,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     ├── StepFailed                one step failed, the shard is usable
     │   ├── UnknownBatch          a call names a batch or request the shard does not hold
     │   ├── ResourceExhausted     there was no memory for the step
+    │   ├── SlotsLost             cached blocks could not be copied from or to their slots; nothing was computed
     │   └── BrokenScores          the logits of a sequence are not finite
     └── StartupError              a process cannot start
         ├── SettingsError         flags or variables are invalid or contradict each other
@@ -431,6 +432,14 @@ class ResourceExhausted(StepFailed):
     """Out of memory in a step; its memory was freed, and a smaller step may fit."""
 
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class SlotsLost(StepFailed):
+    """Copies between blocks and their slots failed, so the step was not computed; `slots` hold nothing any more."""
+
+    def __init__(self, message: str, slots: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.slots = slots
 
 
 class BrokenScores(StepFailed):

@@ -576,16 +576,20 @@ class RowUpdate(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., chunk_len: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ..., speculate: _Optional[int] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
-    __slots__ = ("block", "slot", "is_load", "to_block")
+    __slots__ = ("block", "slot", "is_load", "to_block", "key", "age_seconds")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     IS_LOAD_FIELD_NUMBER: _ClassVar[int]
     TO_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     block: int
     slot: int
     is_load: bool
     to_block: int
-    def __init__(self, block: _Optional[int] = ..., slot: _Optional[int] = ..., is_load: bool = ..., to_block: _Optional[int] = ...) -> None: ...
+    key: bytes
+    age_seconds: float
+    def __init__(self, block: _Optional[int] = ..., slot: _Optional[int] = ..., is_load: bool = ..., to_block: _Optional[int] = ..., key: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class Columns(_message.Message):
     __slots__ = ("request_ids", "ids", "logprobs", "texts", "is_special")
@@ -626,7 +630,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns", "memories", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns", "memories", "num_draft_tokens", "num_accepted_tokens", "lost_slots")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
@@ -640,6 +644,7 @@ class PrefillResponse(_message.Message):
     MEMORIES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SLOTS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     batch: CachedBatch
     forward_ns: int
@@ -653,7 +658,8 @@ class PrefillResponse(_message.Message):
     memories: _containers.RepeatedCompositeFieldContainer[StrategyMemory]
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ..., memories: _Optional[_Iterable[_Union[StrategyMemory, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    lost_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ..., memories: _Optional[_Iterable[_Union[StrategyMemory, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., lost_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("batches", "step_seq", "rows", "takes_columns", "copies")
@@ -670,7 +676,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns", "memories", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns", "memories", "num_draft_tokens", "num_accepted_tokens", "lost_slots")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
@@ -684,6 +690,7 @@ class DecodeResponse(_message.Message):
     MEMORIES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SLOTS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     batch: CachedBatch
     forward_ns: int
@@ -697,7 +704,8 @@ class DecodeResponse(_message.Message):
     memories: _containers.RepeatedCompositeFieldContainer[StrategyMemory]
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ..., memories: _Optional[_Iterable[_Union[StrategyMemory, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    lost_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ..., memories: _Optional[_Iterable[_Union[StrategyMemory, _Mapping]]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., lost_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("batch", "max_input_tokens", "max_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "max_batch_size")
@@ -716,7 +724,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "kv_bytes", "total_kv_bytes", "host_blocks", "state_slots")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "kv_bytes", "total_kv_bytes", "host_blocks", "state_slots", "is_disk", "stored_blocks")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -724,6 +732,8 @@ class WarmupResponse(_message.Message):
     TOTAL_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    IS_DISK_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
     max_total_tokens: int
@@ -731,4 +741,16 @@ class WarmupResponse(_message.Message):
     total_kv_bytes: int
     host_blocks: int
     state_slots: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., total_kv_bytes: _Optional[int] = ..., host_blocks: _Optional[int] = ..., state_slots: _Optional[int] = ...) -> None: ...
+    is_disk: bool
+    stored_blocks: _containers.RepeatedCompositeFieldContainer[StoredBlock]
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., total_kv_bytes: _Optional[int] = ..., host_blocks: _Optional[int] = ..., state_slots: _Optional[int] = ..., is_disk: bool = ..., stored_blocks: _Optional[_Iterable[_Union[StoredBlock, _Mapping]]] = ...) -> None: ...
+
+class StoredBlock(_message.Message):
+    __slots__ = ("slot", "key", "age_seconds")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    key: bytes
+    age_seconds: float
+    def __init__(self, slot: _Optional[int] = ..., key: _Optional[bytes] = ..., age_seconds: _Optional[float] = ...) -> None: ...

@@ -222,6 +222,8 @@ class BlockCopy:
     slot: int
     is_load: bool  # from the slot into the block
     to_block: int | None = None  # given: `block` is copied there, and slot and is_load are 0 and False
+    key: bytes = b""  # of the content; a save without one wipes a slot of a file
+    age_seconds: float = 0.0  # of a save: since the content was used last
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,7 @@ class StepResult:
     memories: tuple[tuple[int, float], ...] = ()
     num_draft_tokens: int = 0  # verified in this step
     num_accepted_tokens: int = 0  # of these, the ones that became tokens of a sequence
+    lost_slots: tuple[int, ...] = ()  # copies from or to them failed: the step was not computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,11 +418,21 @@ class WarmupLimits:
     max_batch_size: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A slot of a file that holds the content of an earlier run; `age_seconds` since that was used last."""
+
+    slot: int
+    key: bytes
+    age_seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupResult:
     """Result of Warmup: pool and limits in tokens, KV bytes of this rank and of all ranks.
 
-    `host_blocks` is the number of KV block slots in host memory, `state_slots` that of slots for recurrent states.
+    `host_blocks` is the number of KV block slots in host memory, or in a file if `is_disk`; `state_slots` that of slots
+    for recurrent states.
     """
 
     pool_tokens: int | None
@@ -429,3 +442,5 @@ class WarmupResult:
     total_kv_bytes: int = 0
     host_blocks: int = 0
     state_slots: int = 0
+    is_disk: bool = False
+    stored_blocks: tuple[StoredBlock, ...] = ()  # those of the file

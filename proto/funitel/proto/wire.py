@@ -24,6 +24,7 @@ from funitel.proto.step import (
     StateSave,
     StepResult,
     StoppingParams,
+    StoredBlock,
     Tokens,
     WarmupLimits,
     WarmupResult,
@@ -144,13 +145,21 @@ def encode_decode(
 
 
 def _encode_copy(copy: BlockCopy) -> pb.BlockCopy:
-    return pb.BlockCopy(block=copy.block, slot=copy.slot, is_load=copy.is_load, to_block=copy.to_block)
+    return pb.BlockCopy(
+        block=copy.block,
+        slot=copy.slot,
+        is_load=copy.is_load,
+        to_block=copy.to_block,
+        key=copy.key,
+        age_seconds=copy.age_seconds,
+    )
 
 
 def decode_copies(messages: Iterable[pb.BlockCopy]) -> tuple[BlockCopy, ...]:
     """Read the copies of a call, in order."""
     return tuple(
-        BlockCopy(m.block, m.slot, m.is_load, m.to_block if m.HasField("to_block") else None) for m in messages
+        BlockCopy(m.block, m.slot, m.is_load, m.to_block if m.HasField("to_block") else None, m.key, m.age_seconds)
+        for m in messages
     )
 
 
@@ -228,6 +237,8 @@ def encode_result(result: StepResult, response: StepResponse, *, in_columns: boo
     if result.num_draft_tokens:
         response.num_draft_tokens = result.num_draft_tokens
         response.num_accepted_tokens = result.num_accepted_tokens
+    if result.lost_slots:
+        response.lost_slots.extend(result.lost_slots)
     if result.memories:
         response.memories.extend(pb.StrategyMemory(request_id=i, mirostat_mu=mu) for i, mu in result.memories)
 
@@ -254,6 +265,7 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
         memories=_decode_memories(response) if others else (),
         num_draft_tokens=response.num_draft_tokens,
         num_accepted_tokens=response.num_accepted_tokens,
+        lost_slots=tuple(response.lost_slots) if response.lost_slots else (),
     )
 
 
@@ -401,11 +413,17 @@ def decode_memory(message: pb.HealthResponse) -> ShardMemory:
 def encode_warmup_result(result: WarmupResult) -> pb.WarmupResponse:
     """Build the WarmupResponse."""
     return to_message(
-        pb.WarmupResponse, result, without=("pool_tokens",), max_supported_total_tokens=result.pool_tokens
+        pb.WarmupResponse,
+        result,
+        without=("pool_tokens",),
+        max_supported_total_tokens=result.pool_tokens,
+        stored_blocks=[to_message(pb.StoredBlock, each) for each in result.stored_blocks],
     )
 
 
 def decode_warmup_result(message: pb.WarmupResponse) -> WarmupResult:
     """Read a WarmupResponse."""
     is_known = message.HasField("max_supported_total_tokens")
-    return from_message(WarmupResult, message, pool_tokens=message.max_supported_total_tokens if is_known else None)
+    pool_tokens = message.max_supported_total_tokens if is_known else None
+    stored = tuple(StoredBlock(each.slot, each.key, each.age_seconds) for each in message.stored_blocks)
+    return from_message(WarmupResult, message, pool_tokens=pool_tokens, stored_blocks=stored)

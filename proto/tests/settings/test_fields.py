@@ -35,7 +35,7 @@ from funitel.proto.settings.batch_sizes import MAX_ROWS, BatchSizes
 from funitel.proto.settings.fields import as_command, project, require, run_app, setting, to_argv
 from funitel.proto.settings.options import Counts, flag_of, variable_of
 from funitel.proto.settings.partition import Partition
-from funitel.router.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
+from funitel.router.settings import PREEMPTION_MODES, REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
 
 T = TypeVar("T")
 
@@ -283,6 +283,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "strict_fields": st.booleans(),
     "openai_errors": st.booleans(),
     "share_prefixes": st.booleans(),
+    "prefix_cache_ttl": st.none() | st.floats(0.001, 1e8),
+    "preemption_mode": st.sampled_from(PREEMPTION_MODES),
     "max_input_tokens": st.none() | st.integers(1, 1000),
     "max_total_tokens": st.none() | st.integers(1001, 5000),
     "max_batch_prefill_tokens": st.integers(1, 10_000),
@@ -378,6 +380,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "block_size": COUNT,
     "cpu_offload_gb": st.floats(0, 1000),
     "kv_host_gb": st.floats(0, 1000),
+    "kv_disk_gb": st.floats(0, 1000),
+    "kv_disk_dir": st.none() | TEXT,
     "attention": st.none() | st.sampled_from(ATTENTIONS),
     "cuda_graphs": st.none() | st.frozensets(st.integers(1, MAX_ROWS)).map(BatchSizes),
     "cuda_memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),

@@ -33,7 +33,7 @@ SERVER_FLAGS = frozenset(
     "body_timeout_seconds idle_timeout_seconds max_total_body_bytes max_unread_bytes max_total_unread_bytes "
     "unread_timeout_seconds max_stored_responses max_stored_response_bytes batch_dir max_batch_requests "
     "max_batch_file_bytes api_key api_key_file max_wrong_keys ban_seconds share_prefixes protect_all_routes "
-    "tls_cert tls_key tls_client_ca "
+    "kv_disk_dir tls_cert tls_key tls_client_ca "
     "tls_probe_cert tls_probe_key cors_allow_origin allowed_host otlp_endpoint otlp_service_name otlp_decode_tokens "
     "users oidc_issuer oidc_client_id oidc_client_secret_file oidc_redirect_url oidc_role_claim "
     "console debug_routes config env json_output log_level strict_fields openai_errors wait_for_load state_dir "

@@ -16,7 +16,14 @@ from funitel.model_server.adapters.registry import LoadedAdapters, PlacedAdapter
 from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import RowAdmission, check_step
-from funitel.model_server.executor.interface import ActiveRow, BegunStep, ExecutorOptions, PendingStep, StepSampling
+from funitel.model_server.executor.interface import (
+    ActiveRow,
+    BegunStep,
+    ExecutorOptions,
+    PendingStep,
+    RefusedStep,
+    StepSampling,
+)
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.executor.row_rules import RowRules, StateRules
@@ -105,7 +112,8 @@ class Executor:
     ) -> PendingStep:
         """Take new sequences in and run one step, together with `cached` in the same forward if given.
 
-        `copies` between blocks and the host's memory come first. The resulting batch has the id of `cached`, else
+        `copies` between blocks and their slots come first; where a slot is lost nothing else is done, and the result
+        names it. The resulting batch has the id of `cached`, else
         `batch_id`. `is_ahead`: the caller plans without having seen the step before, so a batch that ended in that
         step is an empty one, and a row of which `updates` say nothing computes one token, however many that step has
         brought.
@@ -116,7 +124,8 @@ class Executor:
             WrongState: the shard sleeps.
         """
         self.runner.sleep_state.check_awake()
-        return self.sampling.call(is_ahead, partial(self._prefill, batch_id, starts, cached, updates, copies, is_ahead))
+        call = partial(self._prefill, batch_id, starts, cached, updates, copies, is_ahead)
+        return self.sampling.call(is_ahead, partial(self.runner.carrying, call) if copies else call)
 
     def compute_decode(
         self,
@@ -131,7 +140,8 @@ class Executor:
         `copies`, `is_ahead` and what is raised: as for `compute_prefill`.
         """
         self.runner.sleep_state.check_awake()
-        return self.sampling.call(is_ahead, partial(self._decode, cached, updates, copies, is_ahead))
+        call = partial(self._decode, cached, updates, copies, is_ahead)
+        return self.sampling.call(is_ahead, partial(self.runner.carrying, call) if copies else call)
 
     def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
         """Keep only `request_ids` of a cached batch; of one that ended in the step before, if `is_ahead`, nothing.
@@ -149,6 +159,8 @@ class Executor:
         """Drop one cached batch, or all; an unknown one is no error."""
         with self.sampling.lock:
             self.batches.clear(batch_id)
+            if batch_id is None:
+                self.runner.trust()
 
     def sleep(self, level: int) -> int:
         """Give the pool back, with the prefixes in it, and what weights take on a GPU; returns the bytes that are free.
@@ -222,8 +234,10 @@ class Executor:
             counts = batches.counts(running, new, updates, is_ahead)
             check_step(running, new, counts, updates, self.runner.bounds)
             self.runner.check_copies(copies)
+            if lost := self.runner.copy_blocks(copies):
+                return RefusedStep(lost)
             undo.pop_all()
-        self._change(running, new, updates, copies)
+        self._change(running, new, updates)
         if cached is None:
             batches.clear(batch_id)  # a batch of the same id is replaced
         concat_ns = time.perf_counter_ns() - begin if cached is not None else None
@@ -244,7 +258,9 @@ class Executor:
         check_step(rows, [], counts, updates, self.runner.bounds)
         if copies or updates:
             self.runner.check_copies(copies)
-            self._change(rows, [], updates, copies)
+            if lost := self.runner.copy_blocks(copies):
+                return RefusedStep(lost)
+            self._change(rows, [], updates)
         for batch in cached[1:]:
             batches.pop(batch.id)
         concat_ns = time.perf_counter_ns() - begin if len(cached) > 1 else None
@@ -255,10 +271,8 @@ class Executor:
         running: Sequence[SequenceState],
         new: Sequence[SequenceState],
         updates: Sequence[RowUpdate],
-        copies: Sequence[BlockCopy],
     ) -> None:
-        """Do what was checked: copy blocks and states, grant blocks and make them zeros."""
-        self.runner.copy_blocks(copies)
+        """Do what was checked behind copies of blocks: copy states, grant blocks and make them zeros."""
         self.runner.copy_states(new)
         self.batches.grant(running, updates)
         self.runner.wipe(new, updates)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
+from funitel.model_server.kv_cache.disk_tier import DiskTier
 from funitel.model_server.kv_cache.precision import KvDtype
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
@@ -35,6 +36,7 @@ class ExecutorOptions:
     num_replicas: int = 1  # that share a host's memory
     reserved_bytes: int = 0  # that the pool leaves for adapters
     host_bytes: int = 0  # of the host's memory for evicted blocks
+    disk: DiskTier | None = None  # for evicted blocks, instead
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     gpu_blocks: tuple[torch.device, int] | None = None  # beside the host's layers: a GPU, and bytes of a block on it
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
@@ -52,6 +54,17 @@ class PendingStep(Protocol):
 
     def describe(self) -> StepResult:
         """The whole result. Once for each step, in their order; from any thread, also while the next is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedStep:
+    """A step that was not computed, for copies from or to `lost_slots` failed on some rank."""
+
+    lost_slots: tuple[int, ...]
+
+    def describe(self) -> StepResult:
+        """See `PendingStep`."""
+        return StepResult((), None, lost_slots=self.lost_slots)
 
 
 @dataclass(frozen=True, slots=True)

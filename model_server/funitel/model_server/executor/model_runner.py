@@ -1,6 +1,8 @@
 """The model runner: the pool of a rank with its host tier, and the forward of a step's rows over it."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,11 +12,13 @@ from funitel.model_server.executor.admit import StepBounds
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions
 from funitel.model_server.executor.row_rules import RowRules
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
-from funitel.model_server.kv_cache.pool import HostBlocks, KVCache, Pools
+from funitel.model_server.kv_cache.pool import BlockSlots, KVCache, Pools
 from funitel.model_server.sequence.table import SequenceState, SequenceTable
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import BlockCopy, RowUpdate
+
+T = TypeVar("T")
 
 Forwarded = tuple[ForwardBatch, list[int], torch.Tensor | None]
 """A forward: the batch, the places of its rows in the sequence table, and hidden states, see `Drafter.observe`."""
@@ -42,7 +46,9 @@ class ModelRunner:
         self.table = table
         self.sleep_state = SleepState(options.memory_device)
         self.cache: KVCache | None = None
-        self.host: HostBlocks | None = None
+        self.host: BlockSlots | None = None
+        self._unwritten: set[int] = set()  # slots of this rank's file
+        self._is_in_doubt = False  # a call with copies has failed
         self.scratch_slots: Sequence[int] = ()  # of the state pool, for states before drafts; no sequence's
         self.keeps_forwarded = False  # for a drafter that reads them
         self._forwarded: list[Forwarded] = []
@@ -114,10 +120,51 @@ class ModelRunner:
             if copy.to_block is not None:
                 self.pool.check_copy(copy.block, copy.to_block)
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Make copies that were checked, in their order."""
+    def carrying(self, call: Callable[[], T]) -> T:
+        """Make a call that brings copies. If it fails, no slot of a file is read or written before `trust`.
+
+        For a later call may be planned over what this one was to bring, and what it writes would outlive the process.
+        """
+        is_done = False
+        try:
+            result = call()
+            is_done = True
+            return result
+        finally:
+            self._is_in_doubt |= not is_done
+
+    def trust(self) -> None:
+        """Nothing is planned any more over a call that has failed: the router begins anew."""
+        self._is_in_doubt = False
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> tuple[int, ...]:
+        """Make copies that were checked, in their order.
+
+        Returns the slots that some rank has lost, the same on every rank: the step must not be computed then. A slot
+        that could not be written is among them once another is to be read and cannot be.
+        """
+        failed: set[int] = set()
+        has_loads, is_disk = False, self.host is not None and self.host.is_disk
         for copy in copies:
             if copy.to_block is not None:
                 self.pool.copy(copy.block, copy.to_block)
-            elif self.host is not None:
-                self.host.carry_out(copy)
+                continue
+            has_loads |= copy.is_load
+            if self.host is None or (is_disk and self._is_in_doubt) or not self.host.carry_out(copy):
+                (failed if copy.is_load or self._is_in_doubt else self._unwritten).add(copy.slot)
+            else:
+                self._unwritten.discard(copy.slot)
+        if not is_disk or not (has_loads or failed):
+            return ()
+        lost = self._agreed_on_lost(failed) if has_loads else failed | self._unwritten
+        self._is_in_doubt |= bool(lost)
+        if lost:
+            self._unwritten.clear()
+        return tuple(sorted(lost))
+
+    def _agreed_on_lost(self, failed: set[int]) -> set[int]:
+        """Slots that any rank has lost, if it is to read one of them now."""
+        if self.parallel.smallest(0 if failed else 1):
+            return set()
+        told = self.parallel.exchange(json.dumps(sorted(failed | self._unwritten)))
+        return {slot for slots in map(json.loads, told) for slot in slots}

@@ -168,6 +168,8 @@ class Warmup:
             max_total_tokens=max_total,
             host_blocks=host_blocks,
             state_slots=state_slots or 0,
+            is_disk=runner.host is not None and runner.host.is_disk,
+            stored_blocks=() if runner.host is None else runner.host.stored(),
             kv_bytes=runner.pool.num_bytes,
             total_kv_bytes=runner.pool.num_blocks * runner.pools.total_bytes_per_block,
         )
@@ -183,6 +185,8 @@ class Warmup:
         if self._host_memory is not None:
             give_back(self._host_memory, runner.options.device)
         self._host_memory = None
+        if runner.options.disk is not None:
+            runner.options.disk.close()
 
     def profile(self, starts: Sequence[SequenceStart], num_rows: int, max_prefill_tokens: int) -> None:
         """Compute the warm-up prompts once in a pool made for them; where memory is measured, with all that may join.
@@ -314,8 +318,16 @@ class Warmup:
             ) from None
 
     def _make_host_blocks(self) -> int:
-        """Have room for evicted blocks in the host's memory, as much on every rank; returns for how many."""
+        """Have room for evicted blocks in the host's memory or a file, as much on every rank; returns for how many.
+
+        Raises:
+            SettingsError: the file cannot be used.
+        """
         runner, options = self._runner, self._runner.options
+        if options.disk is not None:
+            num_slots = runner.parallel.smallest(options.disk.num_slots(runner.pools.bytes_per_block))
+            runner.host = options.disk.open(runner.pool, num_slots)
+            return num_slots
         num_blocks = runner.parallel.smallest(options.host_bytes // runner.pools.bytes_per_block)
         if not num_blocks:
             return 0

@@ -15,7 +15,7 @@ from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.kv_cache.zeroed import zeros
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import BlockCopy
+from funitel.proto.step import BlockCopy, StoredBlock
 
 Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset in it, each [num_tokens] int64
 
@@ -202,6 +202,22 @@ class SpecPools:
         return KVCache(self.spec, self.heads, num_blocks, self.block_size, self.dtype, self.device)
 
 
+class BlockSlots(Protocol):
+    """Where blocks are kept that the pool has no room for."""
+
+    is_disk: bool
+    """Whether they are in a file."""
+
+    def check(self, copies: Iterable[BlockCopy]) -> None:
+        """Raise InvalidRequest for a copy that cannot be made."""
+
+    def carry_out(self, copy: BlockCopy) -> bool:
+        """Make a copy; whether its slot holds what it is thought to hold."""
+
+    def stored(self) -> tuple[StoredBlock, ...]:
+        """The slots with content."""
+
+
 class HostBlocks:
     """Slots for blocks of one pool and of its companion, all layers of a block together as they lie there.
 
@@ -210,6 +226,8 @@ class HostBlocks:
         num_slots: that have room in it.
         cache: the pool.
     """
+
+    is_disk = False
 
     def __init__(self, memory: torch.Tensor, num_slots: int, cache: KVCache) -> None:
         self._num_slots = num_slots
@@ -224,19 +242,28 @@ class HostBlocks:
 
     def check(self, copies: Iterable[BlockCopy]) -> None:
         """Raise InvalidRequest for a block or slot that is not there."""
-        num_blocks, num_slots = self._num_blocks, self._num_slots
-        for copy in copies:
-            if not 0 < copy.block < num_blocks or copy.slot >= num_slots:
-                raise InvalidRequest(
-                    f"block {copy.block} or slot {copy.slot} of a copy is outside the {num_blocks} blocks of the pool "
-                    f"and {num_slots} slots of the host"
-                )
+        check_slots(copies, self._num_blocks, self._num_slots, "the host")
 
-    def carry_out(self, copy: BlockCopy) -> None:
-        """Enqueue a copy behind what computes and before what is launched next."""
+    def carry_out(self, copy: BlockCopy) -> bool:
+        """Enqueue a copy behind what computes and before what is launched next; memory loses nothing."""
         for slots, pool in self._parts:
             there, here = slots[copy.slot], pool[copy.block]
             if copy.is_load:
                 here.copy_(there, non_blocking=True)
             else:
                 there.copy_(here, non_blocking=True)
+        return True
+
+    def stored(self) -> tuple[StoredBlock, ...]:
+        """See BlockSlots: nothing outlives the process."""
+        return ()
+
+
+def check_slots(copies: Iterable[BlockCopy], num_blocks: int, num_slots: int, place: str) -> None:
+    """Raise InvalidRequest for a copy with a block outside of the pool, or a slot outside of `place`."""
+    for copy in copies:
+        if not 0 < copy.block < num_blocks or copy.slot >= num_slots:
+            raise InvalidRequest(
+                f"block {copy.block} or slot {copy.slot} of a copy is outside the {num_blocks} blocks of the pool "
+                f"and {num_slots} slots of {place}"
+            )

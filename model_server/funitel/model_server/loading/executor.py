@@ -14,6 +14,7 @@ from funitel.model_server.executor.row_rules import RowRules
 from funitel.model_server.executor.staged_sampling import StagedSampling
 from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.gpu_sampling.ops import choose_maths
+from funitel.model_server.kv_cache.disk_tier import disk_tier_of
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.loading.common import Loaded, info_of, log_loaded, options_of
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -50,6 +51,7 @@ def make_executor(
         settings, device, rules, None if drafter is None else SharedDrafter(drafter, loaded.parallel)
     )
     options = options_of(settings, device, loaded, eos_token_ids)
+    options = replace(options, disk=disk_tier_of(settings, folder, device, loaded.name, loaded.precision))
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))

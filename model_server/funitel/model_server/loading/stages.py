@@ -10,6 +10,7 @@ from funitel.model_server.adapters.peft_folder import BaseModules
 from funitel.model_server.device.stages import Stage
 from funitel.model_server.device.tensor_parallel import TensorParallel, split_evenly
 from funitel.model_server.loading.common import Loaded, check_master
+from funitel.model_server.models.weight_offload import host_memory_flags
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.stage_spec import StageSpec, stages_of, with_experts
@@ -39,7 +40,7 @@ def part_of(settings: ModelServerSettings, spec: ModelSpec) -> ModelSpec:
         raise SettingsError(
             f"--draft-model {settings.draft_model} cannot be used with the stages of --partition {stages}"
         )
-    for flag, value in (("--cpu-offload-gb", settings.cpu_offload_gb), ("--kv-host-gb", settings.kv_host_gb)):
+    for flag, value in host_memory_flags(settings).items():
         if value:
             raise SettingsError(f"{flag} {value:g} cannot be used with the stages of --partition {stages}")
     try:

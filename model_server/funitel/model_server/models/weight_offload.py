@@ -243,8 +243,17 @@ def offload_of(gigabytes: float, num_layers: int, device: torch.device) -> Offlo
     return Offload(int(gigabytes * 2**30), num_layers, device, CudaPrefetcher(device))
 
 
+def host_memory_flags(settings: ModelServerSettings) -> dict[str, float]:
+    """The flags that keep weights or blocks outside of the device's memory, with their GiB."""
+    return {
+        "--cpu-offload-gb": settings.cpu_offload_gb,
+        "--kv-host-gb": settings.kv_host_gb,
+        "--kv-disk-gb": settings.kv_disk_gb,
+    }
+
+
 def refuse_host_memory(settings: ModelServerSettings, models: str) -> None:
     """Raise SettingsError where memory of the host is asked for and `models` are those it is not for."""
-    for flag, gigabytes in (("--cpu-offload-gb", settings.cpu_offload_gb), ("--kv-host-gb", settings.kv_host_gb)):
+    for flag, gigabytes in host_memory_flags(settings).items():
         if gigabytes:
             raise SettingsError(f"{flag} {gigabytes:g} is not for {models}")

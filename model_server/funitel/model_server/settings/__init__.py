@@ -386,6 +386,15 @@ class ModelServerSettings:
         "a prompt begins with them, instead of being computed again.",
         bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
     )
+    kv_disk_gb: float = setting(
+        0.0,
+        "GiB of a file of each shard on a CPU for cached prefix blocks evicted from the KV pool; they are read back "
+        "when a prompt begins with them, also after a restart.",
+        bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
+    )
+    kv_disk_dir: str | None = setting(
+        None, "Folder of the files of --kv-disk-gb; the folder kv of the cache folder when not given."
+    )
     attention: str | None = setting(
         None,
         "Attention kernels on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or for TGI's "

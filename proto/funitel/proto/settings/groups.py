@@ -65,8 +65,8 @@ GROUPS: tuple[SettingGroup, ...] = (
         "memory",
         "Memory and KV cache",
         "cuda_memory_fraction",
-        "max_batch_total_tokens block_size prefix_caching share_prefixes cpu_offload_gb kv_host_gb replicas_on_host "
-        "footprint_mib",
+        "max_batch_total_tokens block_size prefix_caching share_prefixes cpu_offload_gb kv_host_gb kv_disk_gb "
+        "kv_disk_dir prefix_cache_ttl preemption_mode replicas_on_host footprint_mib",
     ),
     _group(
         "batching",

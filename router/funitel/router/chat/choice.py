@@ -112,7 +112,13 @@ class Choice:
     def usage(self) -> ChatUsage:
         """Tokens of the prompt, and of the completion so far."""
         job = self._job
-        return ChatUsage(len(job.request.input_ids), job.num_tokens, self._reasoning_tokens, job.num_cached_tokens)
+        return ChatUsage(
+            len(job.request.input_ids),
+            job.num_tokens,
+            self._reasoning_tokens,
+            job.num_cached_tokens,
+            job.cached_by_tier,
+        )
 
     def _finished(self, finished: GeneratedText) -> Finished:
         job, usage = self._job, replace(self.usage, completion_tokens=finished.num_tokens)

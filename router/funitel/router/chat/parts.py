@@ -1,6 +1,7 @@
 """The parts of a chat answer, in the order in which they stream."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -22,6 +23,7 @@ class ChatUsage:
     completion_tokens: int
     reasoning_tokens: int = 0  # of the completion
     cached_tokens: int = 0  # of the prompt, computed for an earlier request
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # the same, see `TokenStream`
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0  # tokens of the cached prefix when it last entered a step, or arrived
+    num_loaded: int = 0  # of these, the ones that were loaded from the lower tier
+    swapped: tuple[bytes, ...] = ()  # keys that the lower tier keeps for it since it was preempted
     in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
     estimated_seconds: float = 0.0  # until its first token, by the estimate; 0 once it is there
@@ -195,6 +197,8 @@ class Sequence:
             in_flight=[],
             num_computed=0,
             num_cached=0,
+            num_loaded=0,
+            swapped=(),
             num_repeated=repeated,
             num_plain_steps=0,
             state=None,

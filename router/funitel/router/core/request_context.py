@@ -3,10 +3,10 @@
 It holds no text of the prompt or of the answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from funitel.proto.errors import FunitelError
 from funitel.router.core.request import Request
@@ -31,6 +31,7 @@ class RequestContext:
     encoded_tokens: int = 0  # of long texts, which are charged even if they get no further
     prompt_tokens: int | None = None  # of all prompts, each counted once
     cached_tokens: int = 0  # of those, in the cached prefix
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # the same, see `TokenStream`
     tokens: int = 0  # generated, of all sequences
     finish_reasons: Sequence[str] = ()
     validation_seconds: float = 0.0

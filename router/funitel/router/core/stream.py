@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -39,6 +39,15 @@ Event = Generation | FunitelError
 Listener = Callable[[Event, float], None]  # takes an event, and the instant of its delivery
 
 
+def total_by_tier(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add up `TokenStream.cached_by_tier` of several prompts."""
+    found: dict[str, int] = {}
+    for each in counts:
+        for tier, count in each.items():
+            found[tier] = found.get(tier, 0) + count
+    return found
+
+
 class TokenStream:
     """The answer of one request: listen to it, or iterate over its generations; leaving `async with` early cancels it.
 
@@ -50,6 +59,7 @@ class TokenStream:
         self.request = request
         self.timings = Timings()
         self.num_cached_tokens = 0  # of the prompt, in the cached prefix
+        self.cached_by_tier: dict[str, int] = {}  # the same by where they were found, if there are several tiers
         self.sequence_id = -1  # in the table that has it
         self._cancel = cancel
         self.trace = RequestTrace.of_caller()

@@ -8,7 +8,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container
 
-from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
+from funitel.proto.errors import (
+    FunitelError,
+    InvalidRequest,
+    ResourceExhausted,
+    ShardFailed,
+    ShardUnsound,
+    SlotsLost,
+    StepFailed,
+)
 from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 from funitel.router.core.request import Sequence
 from funitel.router.engine.request_table import RequestTable
@@ -91,16 +99,22 @@ class Recovery:
     async def recover(self, error: FunitelError, has_lost_shards: Callable[[FunitelError], Awaitable[bool]]) -> None:
         """The oldest call in flight has failed: the culprits get the error, all others are resumed.
 
+        There are no culprits where slots of cached blocks are lost: their tokens are computed instead.
+
         The shards hold nothing afterwards. What they computed in later calls is not taken into account: a sequence
         that is resumed computes the same once more.
         """
         call = self._pipeline.oldest
         plan = call.plan if call is not None else None
         await self._pipeline.drain()
-        if plan is not None:
+        lost = error.slots if isinstance(error, SlotsLost) else ()
+        if plan is not None and not lost:
             self._metrics.count_step_failure(plan.method)
-        culprits = self._find_culprits(plan, error)
+        culprits = [] if lost else self._find_culprits(plan, error)
         self._scheduler.abandon()
+        if lost:
+            logger.warning("%s; what they held is computed again", error.message)
+            self._scheduler.blocks.host.drop(lost)
         self._scheduler.preempt_all()
         try:
             await self._replica.clear()

@@ -19,6 +19,8 @@ class SchedulerReport:
         self._metrics = metrics
         self._reported: object = None  # the state that metrics have
         self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
+        self._counted = (0, 0, 0)  # expired blocks, lost slots and sequences swapped out, that metrics know of
+        self._used_slots = -1
         self._has_logged_target = False
 
     def update(self) -> None:
@@ -45,7 +47,20 @@ class SchedulerReport:
         if preempted != self._preempted:
             metrics.count_preempted(*(now - before for now, before in zip(preempted, self._preempted, strict=True)))
             self._preempted = preempted
+        if blocks.needs_ticks:
+            self._update_tier()
         self._log_missed_target()
+
+    def _update_tier(self) -> None:
+        """Report the lower tier, and what has expired."""
+        blocks, tier = self._scheduler.blocks, self._scheduler.blocks.host
+        if tier.num_slots and len(tier) != self._used_slots:
+            self._used_slots = len(tier)
+            self._metrics.set_tier(len(tier), tier.num_slots - len(tier))
+        counted = blocks.num_expired + tier.num_expired, tier.num_lost, self._scheduler.num_swapped
+        if counted != self._counted:
+            self._metrics.count_cache(*(now - before for now, before in zip(counted, self._counted, strict=True)))
+            self._counted = counted
 
     def _log_missed_target(self) -> None:
         """Log once that the target is below what decoding alone takes."""

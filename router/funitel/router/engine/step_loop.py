@@ -22,6 +22,7 @@ from funitel.router.engine.scheduler_metrics import SchedulerReport
 from funitel.router.engine.snapshot import MAX_STEPS, PastStep, PastSteps
 from funitel.router.engine.step_pipeline import Pipeline, step_timeout_seconds
 from funitel.router.engine.step_traces import StepTraces
+from funitel.router.kv_cache.host_tier import CacheTier
 from funitel.router.scheduler.cost.throughput import Throughput
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.result_check import check_result
@@ -238,6 +239,8 @@ class StepLoop:
             if delay > 0.0:
                 self._wake_in(delay)
                 return
+            if scheduler.blocks.needs_ticks:
+                scheduler.blocks.tick(time.monotonic())
             num_preempted = scheduler.num_preempted
             scheduler.preempt()
             if scheduler.num_preempted != num_preempted:
@@ -263,7 +266,11 @@ class StepLoop:
             stream.timings.started = stream.timings.started or begin
             if not start.output_ids:  # one that is resumed finds what is its own
                 stream.num_cached_tokens = start.cache_len
-                self._metrics.count_prefix(len(start.input_ids), start.cache_len)
+                tier = self._scheduler.blocks.host
+                loaded = self._scheduler.running[start.request_id].num_loaded
+                if tier.num_slots:
+                    stream.cached_by_tier = {CacheTier.MEMORY: start.cache_len - loaded, tier.kind: loaded}
+                self._metrics.count_prefix(len(start.input_ids), start.cache_len, loaded, tier.kind)
         if plan.starts:
             self._metrics.observe_new_batch(len(plan.starts), joined)
         self._metrics.count_step(plan.method)

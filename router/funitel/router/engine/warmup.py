@@ -1,6 +1,8 @@
 """Warmup: make an engine of connected shards, with the limits and the policy that they allow."""
 
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from funitel.proto.errors import SettingsError
@@ -9,10 +11,11 @@ from funitel.proto.step import Capability, SamplingParams, SequenceStart, Stoppi
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
 from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.kv_cache.host_tier import CacheTier, HostTier
 from funitel.router.scheduler.admission import Admission
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import RECOMPUTE, SWAP, RouterSettings
 from funitel.router.shard_client.replica import Ranks, Replica
 from funitel.router.telemetry.metrics import Metrics
 
@@ -82,6 +85,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         max_waiting_tokens=settings.max_waiting_tokens,
         num_micro_batches=replica.num_stages,
         max_steps_each=settings.pipeline_steps,
+        swaps=settings.preemption_mode == SWAP,
         target_gap_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
     )
     for info, result in zip(replica.infos, results, strict=True):
@@ -91,8 +95,9 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     metrics.set_limits(limits)
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
-    host_blocks = min(result.host_blocks for result in results)
-    scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, host_blocks, state_slots))
+    tier = _lower_tier(results, settings)
+    ttl = settings.prefix_cache_ttl
+    scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, 0, state_slots, host=tier, ttl=ttl))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
@@ -102,6 +107,21 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     return Engine(
         replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout, settings.max_loras
     )
+
+
+def _lower_tier(results: Sequence[WarmupResult], settings: RouterSettings) -> HostTier:
+    """The slots of the ranks, with the content that all of them have under the same key."""
+    num_slots = min(result.host_blocks for result in results)
+    require(
+        num_slots > 0 or settings.preemption_mode == RECOMPUTE,
+        f"--preemption-mode {settings.preemption_mode} needs slots of --kv-disk-gb, or on a GPU of --kv-host-gb",
+    )
+    first, *others = ({(each.slot, each.key): each for each in result.stored_blocks} for result in results)
+    stored = [each for place, each in first.items() if all(place in other for other in others)]
+    kind = CacheTier.DISK if any(result.is_disk for result in results) else CacheTier.HOST
+    if stored:
+        logger.info("%s tier: %d of %d slots hold blocks of an earlier run", kind, len(stored), num_slots)
+    return HostTier(num_slots, kind, settings.prefix_cache_ttl, stored, time.monotonic())
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:

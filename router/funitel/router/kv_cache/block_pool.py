@@ -16,17 +16,33 @@ from funitel.router.kv_cache.state_slots import StateSlots
 
 
 class BlockPool:
-    """Blocks 1..num_blocks, each free, in use by one or more sequences, or cached: unused, but with known content."""
+    """Blocks 1..num_blocks, each free, in use by one or more sequences, or cached: unused, but with known content.
 
-    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0, state_slots: int = 0) -> None:
-        self.host = HostTier(host_blocks)
+    Content that was not used for `ttl` seconds is forgotten, here and in the lower tier; time is what `tick` says.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        host_blocks: int = 0,
+        state_slots: int = 0,
+        *,
+        host: HostTier | None = None,
+        ttl: float | None = None,
+    ) -> None:
+        self.host = HostTier(host_blocks, ttl=ttl) if host is None else host
+        self.ttl = ttl
+        self.now = self.host.now
+        self.num_expired = 0
+        self.needs_ticks = ttl is not None or self.host.num_slots > 0
         self.states = StateSlots(state_slots) if state_slots else None
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evicted = 0
         self._free = list(range(num_blocks, 0, -1))
         self._users: dict[int, int] = {}  # blocks in use, by how many sequences
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[int, float] = OrderedDict()  # by the time of their last use
         self._keys: dict[int, bytes] = {}  # of published blocks, in use or cached
         self._published: dict[bytes, int] = {}
 
@@ -59,10 +75,10 @@ class BlockPool:
         return taken
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block, used = self._cached.popitem(last=False)
         key = self._keys.pop(block)
         del self._published[key]
-        self.host.save(key, block)
+        self.host.save(key, block, used)
         if self.states is not None and key not in self.host:
             self.states.withdraw(key)
         self.num_evicted += 1
@@ -77,9 +93,24 @@ class BlockPool:
                 continue
             del self._users[block]
             if block in self._keys:
-                self._cached[block] = None
+                self._cached[block] = self.now
             else:
                 self._free.append(block)
+
+    def tick(self, now: float) -> None:
+        """Note the monotonic time in seconds, and free blocks and slots with expired content."""
+        self.now = self.host.now = now
+        if self.ttl is None:
+            return
+        while self._cached:
+            block, used = next(iter(self._cached.items()))
+            if now - used < self.ttl:
+                break
+            del self._cached[block]
+            self.withdraw((block,))
+            self._free.append(block)
+            self.num_expired += 1
+        self.host.expire()
 
     # Content --------------------------------------------------------------------------------------------------------
 
@@ -89,6 +120,8 @@ class BlockPool:
         if key not in self._published and block not in self._keys:
             self._published[key] = block
             self._keys[block] = key
+            if self.host.writes_through:
+                self.host.save(key, block, self.now)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take the publication of blocks back: they match no prefix any more; sequences that share one keep it."""

@@ -107,6 +107,7 @@ def _facts(context: RequestContext) -> dict[str, Field | None]:
         "cancelled": was_cancelled if was_cancelled or context.prompt_tokens is not None else None,
         "prompt_tokens": context.prompt_tokens,
         "cached_tokens": context.cached_tokens or None,
+        **{f"cached_tokens_{tier}": count or None for tier, count in context.cached_by_tier.items()},
         "tokens": None if context.prompt_tokens is None else context.tokens,
         "finish": ",".join(context.finish_reasons) or None,
         "load_seconds": None if context.load_seconds is None else round(context.load_seconds, 6),

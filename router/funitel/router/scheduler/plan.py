@@ -21,6 +21,7 @@ class SchedulerPolicy:
     max_waiting_tokens: int = 20
     num_micro_batches: int = 1  # that take turns, one for each pipeline stage of the shards
     max_steps_each: int = 2  # of a micro-batch in flight, where there are several
+    swaps: bool = False  # blocks of preempted sequences are saved to the lower tier, where there are slots
     target_gap_seconds: float | None = None  # maximum between a running stream's tokens; some plain steps if None
 
 

@@ -180,6 +180,10 @@ class PrefillPlanner:
         missing = self.missing_blocks(sequence, prefix) - len(prefix.keys)
         sequence.blocks.extend(self._blocks.allocate(missing))
         sequence.num_computed = sequence.num_cached = len(prefix) * self._block_size
+        sequence.num_loaded = len(prefix.keys) * self._block_size
+        if sequence.swapped:
+            self._blocks.host.release(sequence.swapped)
+            sequence.swapped = ()
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
         sequence.was_started = sequence.has_drafts = True
         if self._checkpoints is not None:

@@ -53,7 +53,7 @@ class Scheduler:
         self.background = BackgroundShare(self.step_time)
         self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
-        self.num_preempted = 0
+        self.num_preempted = self.num_swapped = 0
         self._checkpoints: StateCheckpoints | None = None  # of models with recurrent layers
         if blocks.states is not None:
             self._checkpoints = StateCheckpoints(blocks.states, blocks.block_size, has_cache=policy.has_prefix_cache)
@@ -86,6 +86,9 @@ class Scheduler:
             if sequence not in self.waiting:
                 return
             self.waiting.remove(sequence)
+        if sequence.swapped:
+            self.blocks.host.release(sequence.swapped)
+            sequence.swapped = ()
         self.shares.leave(sequence.request.key)
 
     # Planning -------------------------------------------------------------------------------------------------------
@@ -97,6 +100,8 @@ class Scheduler:
         flight: what a sequence is resumed from must be known.
         """
         while not self._in_flight and (sequence := self._victim()) is not None:
+            if self.policy.swaps:
+                self._swap_out(sequence)
             self._preempt(sequence)
 
     def preempt_all(self) -> None:
@@ -113,6 +118,19 @@ class Scheduler:
             sequence.output_ids.clear()
         self.waiting.add(sequence)
         self.num_preempted += 1
+
+    def _swap_out(self, sequence: Sequence) -> None:
+        """Save the full blocks of a sequence that is preempted next, if there are slots for all of them.
+
+        Not those of a search, which begins again, and not beside states of recurrent layers, which have no slots there.
+        """
+        if sequence.beams is not None or self._checkpoints is not None or not self._prefill.may_share(sequence):
+            return
+        size = self.blocks.block_size
+        keys = tuple(sequence.block_key(i, size) for i in range(sequence.num_computed // size))
+        if keys and self.blocks.host.swap_out(keys, sequence.blocks[: len(keys)]):
+            sequence.swapped = keys
+            self.num_swapped += 1
 
     def _victim(self) -> Sequence | None:
         """Return the sequence to preempt, while blocks are missing or another key has not had its share."""
@@ -351,9 +369,12 @@ class Scheduler:
         sequence.is_broken = True
         first = sequence.num_cached // self.blocks.block_size if sequence.output_ids else 0
         self.blocks.withdraw(sequence.blocks[first:])
+        size = self.blocks.block_size
+        ends = range(first, min(sequence.num_computed, sequence.num_known) // size)
+        if self.blocks.host.num_slots:
+            self.blocks.host.discard(sequence.block_key(i, size) for i in ends)
         if self.blocks.states is not None:  # also where the block of a key is another sequence's
-            size = self.blocks.block_size
-            for i in range(first, sequence.num_computed // size):
+            for i in ends:
                 self.blocks.states.withdraw(sequence.block_key(i, size))
         self.remove(sequence)
 

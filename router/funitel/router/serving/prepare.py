@@ -53,6 +53,7 @@ class GenerationJob:
     arrived: Arrival
     validated: float = field(default_factory=time.monotonic)
     num_cached_tokens: int = 0  # of the prompt, known once its first token is there
+    cached_by_tier: dict[str, int] = field(default_factory=dict)  # the same, see `TokenStream`
     num_tokens: int = 0  # of the completion, seen so far
     latest_token: float | None = None  # when one was seen last, on the monotonic clock
 

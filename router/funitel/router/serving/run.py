@@ -16,7 +16,7 @@ from funitel.router.core import request_context
 from funitel.router.core.beam_group import BeamEnding
 from funitel.router.core.beam_texts import completions_of
 from funitel.router.core.request import Request
-from funitel.router.core.stream import Event, Listener, Timings, TokenStream
+from funitel.router.core.stream import Event, Listener, Timings, TokenStream, total_by_tier
 from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.running import ActiveRequest
 from funitel.router.serving.service import Service
@@ -95,7 +95,7 @@ class _Run:
                 elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
-                    job.num_cached_tokens = stream.num_cached_tokens
+                    job.num_cached_tokens, job.cached_by_tier = stream.num_cached_tokens, stream.cached_by_tier
                     metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
                 take(place, event)
             except Exception as error:  # fails this request alone: the engine goes on
@@ -121,6 +121,7 @@ def _record(
     context.num_choices = sum(job.num_answers for job in jobs)
     context.prompt_tokens = sum(len(job.request.input_ids) for job in firsts)
     context.cached_tokens = sum(job.num_cached_tokens for job in firsts)
+    context.cached_by_tier = total_by_tier([job.cached_by_tier for job in firsts])
     context.tokens = sum(stream.num_tokens for stream in streams)
     context.finish_reasons = [endings[place].openai_reason for place in sorted(endings)]
     context.validation_seconds = jobs[0].validation_seconds

@@ -33,6 +33,8 @@ MAX_GB_S = 1_000_000  # a petabyte a second: more than any memory
 MAX_TIMEOUT_SECONDS = 86_400  # a day
 MAX_TARGET_ITL_MS = 600_000  # ten minutes
 MAX_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
+MAX_TTL_SECONDS = 315_360_000  # ten years
+RECOMPUTE, SWAP = PREEMPTION_MODES = "recompute", "swap"
 TIMEOUT = Bounds(above=0, maximum=MAX_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
@@ -264,6 +266,17 @@ class RouterSettings:
     )
     share_prefixes: bool = setting(
         False, "Share cached prefixes between all API keys; by default only keys of one group share them."
+    )
+    prefix_cache_ttl: float | None = setting(
+        None,
+        "Seconds without use after which a cached prefix is forgotten, in memory and on disk; never when not given.",
+        bounds=Bounds(above=0, maximum=MAX_TTL_SECONDS),
+    )
+    preemption_mode: str = setting(
+        RECOMPUTE,
+        "What becomes of the KV blocks of a preempted sequence: recompute them when it is resumed, or swap them out to "
+        "slots of --kv-disk-gb or --kv-host-gb.",
+        choices=PREEMPTION_MODES,
     )
     protect_all_routes: bool = setting(
         False, "Require a key on every route except health checks: also /metrics, /info, /docs and /v1/models."

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from funitel.proto.errors import ShardUnsound
+from funitel.proto.errors import ShardUnsound, SlotsLost
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
@@ -205,7 +205,10 @@ class Replica:
 
         Raises:
             ShardUnsound: ranks disagree, or keep what they were not given.
+            SlotsLost: the ranks could not make its copies, and computed nothing.
         """
+        if lost := sorted({slot for result in results for slot in result.lost_slots}):
+            raise SlotsLost(f"{len(lost)} slots of cached blocks are lost", tuple(lost))
         if len({result.batch and result.batch.request_ids for result in results}) > 1:
             raise ShardUnsound("the shards disagree about which sequences are running")
         ended = self._apply_kept(step, results[-1].batch)

@@ -356,10 +356,14 @@ class Metrics:
         """Count a cancelled sequence."""
         self._cancelled.inc()
 
-    def count_prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count the tokens of a prompt, and of its cached prefix."""
+    def count_prefix(self, prompt_tokens: int, cached_tokens: int, loaded_tokens: int = 0, tier: str = "") -> None:
+        """Count the tokens of a prompt, and of its cached prefix, of which some were loaded from a lower tier."""
         self._prefix_queried.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
+        if cached_tokens > loaded_tokens:
+            self._tier_hits.inc(cached_tokens - loaded_tokens, "memory")
+        if loaded_tokens:
+            self._tier_hits.inc(loaded_tokens, tier)
         if self._of_replica is not None:
             self._of_replica.prompt_tokens += prompt_tokens
 
@@ -449,6 +453,17 @@ class Metrics:
     def count_expired(self, state: str) -> None:
         """Count a sequence that exceeded its deadline while it was `arriving`, `waiting` or `running`."""
         self._expired.labels(state).inc()
+
+    def set_tier(self, num_used: int, num_free: int) -> None:
+        """Set slots of the lower tier."""
+        self._set(self._tier_slots.labels("used"), num_used)
+        self._set(self._tier_slots.labels("free"), num_free)
+
+    def count_cache(self, num_expired: int, num_lost: int, num_swapped: int) -> None:
+        """Count expired blocks, lost slots, and sequences swapped out."""
+        self._prefix_expired.inc(num_expired)
+        self._lost_slots.inc(num_lost)
+        self._swapped.inc(num_swapped)
 
     def count_preempted(self, num_sequences: int, num_tokens: int) -> None:
         """Count preempted sequences, and tokens recomputed by resumed ones."""
@@ -551,6 +566,15 @@ class Metrics:
         self._prefix_hits = self._sum(
             "funitel_prefix_cache_hit_tokens", "Prompt tokens of new sequences that were cached."
         )
+        self._tier_hits = FastCounter(
+            "funitel_prefix_cache_tier_hit_tokens", "The same by where they were found.", self.registry, "tier"
+        )
+        self._prefix_expired = self._sum(
+            "funitel_prefix_cache_expired_blocks", "Cached blocks that --prefix-cache-ttl has forgotten."
+        )
+        self._tier_slots = self._gauge("funitel_tier_slots", "Slots of the lower tier of the prefix cache.", "state")
+        self._lost_slots = self._sum("funitel_tier_lost_slots", "Slots that were damaged or could not be written.")
+        self._swapped = self._sum("funitel_swapped", "Preempted sequences with blocks saved to the lower tier.")
 
     def _make_token_histograms(self, max_input: int, max_total: int) -> None:
         self._input_length = self._tokens("tgi_request_input_length", "Prompt tokens of a request.", max_input)

@@ -6,7 +6,7 @@ Types are strict as TGI's are: "5" is no number, true is no integer; an integer 
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy, Unsupported
 from funitel.router.core.request import MAX_PRIORITY
+from funitel.router.core.stream import total_by_tier
 
 F32_MAX = 3.4028234663852886e38
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -67,6 +68,20 @@ def json_object(text: str) -> dict[str, Any]:
 def is_none(value: Any) -> bool:
     """For fields that are left out, not null, when there is nothing to say."""
     return value is None
+
+
+class CachedByTier(BaseModel):
+    """Cached tokens of a prompt by where they were found."""
+
+    memory: int = Field(description="In the KV pool.")
+    host: int | None = Field(default=None, exclude_if=is_none, description="In host memory beside a GPU.")
+    disk: int | None = Field(default=None, exclude_if=is_none, description="In the file of --kv-disk-gb.")
+
+    @classmethod
+    def of(cls, *counts: Mapping[str, int]) -> Self | None:
+        """The counts of `TokenStream.cached_by_tier` of prompts, added up; None where there is one tier."""
+        found = total_by_tier(counts)
+        return cls(**found) if found else None
 
 
 MODEL_NAME = "Name of the model, or of an adapter; any name where there is one model."

@@ -11,6 +11,7 @@ from funitel.proto.step import Generation
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import native_error
 from funitel.router.api.common.handler import IncomingRequest, generation_route
+from funitel.router.api.common.schema_base import CachedByTier
 from funitel.router.api.native.schema import (
     NAMES,
     BestOfSequence,
@@ -26,7 +27,6 @@ from funitel.router.api.native.schema import (
     ending,
     top_token_lists,
 )
-from funitel.router.core.request import Request
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import Answer, answer_headers, collect_best, stream_all, stream_headers, timings_of
@@ -84,16 +84,24 @@ async def _answer(
     timings = timings_of([job], [best, *others]) if parameters.timings else None
     response = GenerateResponse(
         generated_text=prefix + best.finished.text,
-        details=_details(best, others, prefix, timings) if parameters.wants_details else None,
+        details=_details(best, others, prefix, timings, job) if parameters.wants_details else None,
     )
     return response, answer_headers(job, best)
 
 
-def _details(best: Answer, others: list[Answer], prefix: str, timings: AnswerTimings | None) -> Details:
+def _details(
+    best: Answer, others: list[Answer], prefix: str, timings: AnswerTimings | None, job: GenerationJob
+) -> Details:
     sequences = [
         BestOfSequence(**_details_of(answer), generated_text=prefix + answer.finished.text) for answer in others
     ]
-    return Details(**_details_of(best), best_of_sequences=sequences or None, timings=timings)
+    return Details(**_details_of(best), best_of_sequences=sequences or None, timings=timings, **_cached(job))
+
+
+def _cached(job: GenerationJob) -> dict[str, Any]:
+    """Cached tokens of a prompt, where there are several tiers."""
+    tiers = CachedByTier.of(job.cached_by_tier)
+    return {"cached_tokens": None if tiers is None else job.num_cached_tokens, "cached_tokens_by_tier": tiers}
 
 
 def _details_of(answer: Answer) -> dict[str, Any]:
@@ -128,7 +136,7 @@ async def _events(job: GenerationJob, parameters: GenerateParameters, put: Put) 
                 rendered = b"%d" % index, b"%d" % id, text_json(text), to_json(logprob), _JSON[special]
                 put(_TOKEN.insert(*rendered))
             return
-        for event in _events_of(generation, index, parameters, job.request):
+        for event in _events_of(generation, index, parameters, job):
             index = event.index
             if parameters.timings and event.details is not None:
                 last = event
@@ -154,7 +162,7 @@ _JSON = {False: b"false", True: b"true"}
 
 
 def _events_of(
-    generation: Generation, index: int, parameters: GenerateParameters, request: Request
+    generation: Generation, index: int, parameters: GenerateParameters, job: GenerationJob
 ) -> list[StreamResponse]:
     """One event for each token; the last token of a sequence carries how it ended."""
     top_tokens = top_token_lists(generation.top_tokens)
@@ -172,7 +180,7 @@ def _events_of(
     finished = generation.finished
     if finished is not None:
         last = events[-1]
-        last.generated_text = (request.inputs if parameters.return_full_text else "") + finished.text
+        last.generated_text = (job.request.inputs if parameters.return_full_text else "") + finished.text
         if parameters.details or parameters.timings:
-            last.details = StreamDetails(**ending(finished), input_length=len(request.input_ids))
+            last.details = StreamDetails(**ending(finished), input_length=len(job.request.input_ids), **_cached(job))
     return events

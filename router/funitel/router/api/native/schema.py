@@ -21,6 +21,7 @@ from funitel.router.api.common.schema_base import (
     U64,
     WITH_TIMINGS,
     WITHIN_0_AND_1,
+    CachedByTier,
     Documented,
     ModelBody,
     Priority,
@@ -200,6 +201,9 @@ class Token(BaseModel):
         return zip(tokens.ids, tokens.texts, map(_finite, tokens.logprobs), specials, strict=True)
 
 
+_CACHED = "Prompt tokens that were not computed again, where a tier of the prefix cache lies below the KV pool."
+
+
 class _Ending(BaseModel):
     finish_reason: Literal["length", "eos_token", "stop_sequence", "abort"]
     generated_tokens: int
@@ -222,6 +226,8 @@ class Details(_SequenceDetails):
     """How a completion came about."""
 
     timings: AnswerTimings | None = Field(default=None, exclude_if=is_none)
+    cached_tokens: int | None = Field(default=None, exclude_if=is_none, description=_CACHED)
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_none)
     best_of_sequences: list[BestOfSequence] | None = Field(default=None, exclude_if=is_none)
 
 
@@ -237,6 +243,8 @@ class StreamDetails(_Ending):
 
     input_length: int
     timings: AnswerTimings | None = Field(default=None, exclude_if=is_none)
+    cached_tokens: int | None = Field(default=None, exclude_if=is_none, description=_CACHED)
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_none)
 
 
 class StreamResponse(BaseModel):

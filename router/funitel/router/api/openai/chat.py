@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, generation_route
+from funitel.router.api.common.schema_base import CachedByTier
 from funitel.router.api.openai.openai_bounds import check_openai_bounds
 from funitel.router.api.openai.prompt_scores import prompt_logprobs
 from funitel.router.api.openai.schema_answers import (
@@ -235,12 +236,14 @@ def _usage(ends: Sequence[Finished]) -> Usage:
 def _total(usages: Sequence[ChatUsage]) -> Usage:
     prompt = usages[0].prompt_tokens
     completion = sum(usage.completion_tokens for usage in usages)
+    least = min(usages, key=lambda usage: usage.cached_tokens)
+    tiers = CachedByTier.of(least.cached_by_tier)
     reasoning = sum(usage.reasoning_tokens for usage in usages)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(usage.cached_tokens for usage in usages)),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=least.cached_tokens, cached_tokens_by_tier=tiers),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
 

@@ -14,6 +14,7 @@ from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.proto.step import Generation
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, generation_route
+from funitel.router.api.common.schema_base import CachedByTier
 from funitel.router.api.openai.completion_text import Addition, CompletionText, joined
 from funitel.router.api.openai.openai_bounds import check_openai_bounds
 from funitel.router.api.openai.prompt_scores import prompt_logprobs
@@ -125,7 +126,10 @@ class _Batch:
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(job.num_cached_tokens for job in firsts)),
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(job.num_cached_tokens for job in firsts),
+                cached_tokens_by_tier=CachedByTier.of(*(job.cached_by_tier for job in firsts)),
+            ),
         )
 
 

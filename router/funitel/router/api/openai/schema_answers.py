@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from funitel.router.api.common.schema_base import is_none
+from funitel.router.api.common.schema_base import CachedByTier, is_none
 from funitel.router.serving.timings import AnswerTimings
 
 
@@ -82,6 +82,7 @@ class PromptTokensDetails(BaseModel):
     """What is known of the prompt's tokens."""
 
     cached_tokens: int = Field(default=0, description="Tokens that were not computed again.")
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_none)
 
 
 class CompletionTokensDetails(BaseModel):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from funitel.proto.errors import FunitelError
+from funitel.router.api.common.schema_base import CachedByTier
 from funitel.router.api.responses.schema_request import Status
 from funitel.router.api.responses.schema_response import (
     AnyEvent,
@@ -214,7 +215,9 @@ class ResponseBuilder:
         self.response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=usage.cached_tokens, cached_tokens_by_tier=CachedByTier.of(usage.cached_by_tier)
+            ),
             output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from funitel.router.api.common.schema_base import Body, is_none
+from funitel.router.api.common.schema_base import Body, CachedByTier, is_none
 from funitel.router.api.responses.schema_request import AnyTool, Choice, Item, Status, TextConfig
 
 # Output items
@@ -82,6 +82,7 @@ class InputTokensDetails(BaseModel):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = 0
+    cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_none)
     cache_write_tokens: int = 0
 
 
