@@ -19,7 +19,6 @@ from functools import cache
 import numpy as np
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import weight_bytes
@@ -27,6 +26,7 @@ from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.kernel_bench.roofs import Roofs

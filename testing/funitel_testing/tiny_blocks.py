@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.files.gguf_pointer import POINTER, GgufEntry, GgufPointer, part_of, write_pointer
+from funitel.model_server.quantized.block_types import BlockType
 from funitel_testing.block_oracle import random_blocks
 
 # As tiny as blocks allow: two ranks split heads and units at whole blocks.

@@ -3,9 +3,9 @@
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu.footprint import output_bytes
 from funitel.model_server.cpu.precision import MatrixKind
+from funitel.model_server.quantized.block_types import BlockType
 
 
 @pytest.mark.parametrize("block", BlockType)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
@@ -23,6 +22,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import CONVERSION
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.loading.decoder import load
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError, WeightsError

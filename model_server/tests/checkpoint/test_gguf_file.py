@@ -8,7 +8,6 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile, dequantise, has_nan_scale
 from funitel.model_server.files.gguf_pointer import (
     GROUPED,
@@ -20,6 +19,7 @@ from funitel.model_server.files.gguf_pointer import (
     part_of,
     write_pointer,
 )
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.proto.errors import WeightsError
 
 SIZES = (24, 512)

@@ -1,4 +1,4 @@
-"""Products with blocks of codes: every type equals gguf's values, on every instruction set, at extreme values too."""
+"""Products with blocks of codes: every type equals its oracle, on every instruction set, at extreme values too."""
 
 import gguf
 import numpy as np
@@ -6,13 +6,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind
 from funitel.model_server.hub.resolve import cache_folder
-from funitel_testing import products
+from funitel.model_server.quantized.block_types import BlockType
+from funitel_testing import block_oracle, products
 
 Floats = npt.NDArray[np.float32]
 SETS = [name for name, needs, _ in compiler.INSTRUCTION_SETS if needs <= cpu_flags()]
@@ -43,13 +43,36 @@ def random_blocks(kind: MatrixKind, num_outputs: int, num_inputs: int, seed: int
 def half_places(kind: MatrixKind) -> tuple[int, ...]:
     """Where the float16 numbers of a block are."""
     name = kind.name
-    if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+    if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") or kind >= MatrixKind.Q8_B32T1:
         return 0, 2
     return {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}.get(name, (0,))
 
 
 def values_of(kind: MatrixKind, raw: npt.NDArray[np.uint8]) -> Floats:
+    if kind >= MatrixKind.A16W8_G32:
+        return group_values(kind, raw)
+    if kind >= MatrixKind.Q8_B32T1:
+        name = next(each for each in block_oracle.BYTES if each.upper().startswith(kind.name))
+        size = block_oracle.BYTES[name]
+        return np.stack(
+            [
+                np.concatenate(
+                    [block_oracle.decode(name, row[i : i + size].tobytes()) for i in range(0, len(row), size)]
+                )
+                for row in raw
+            ]
+        )
     return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name]).astype(np.float32)
+
+
+def group_values(kind: MatrixKind, raw: npt.NDArray[np.uint8]) -> Floats:
+    """Zero, scale, codes: a weight is (code - zero) x scale."""
+    bits, size = (8 if "W8" in kind.name else 4), int(kind.name.rpartition("G")[2])
+    blocks = raw.reshape(len(raw), -1, 4 + size * bits // 8)
+    zeros, scales = (blocks[..., at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
+    data = blocks[..., 4:]
+    codes = data if bits == 8 else np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:2], -1)
+    return ((codes.astype(np.float32) - zeros) * scales).reshape(len(raw), -1)
 
 
 def product(kind: MatrixKind, weight: torch.Tensor, x: Floats, bits: int, instruction_set: str) -> Floats:
@@ -143,6 +166,9 @@ def test_no_sum_overflows_at_extreme_values(kind: MatrixKind, bits: int, codes: 
     weights = values_of(kind, raw).astype(np.float64)
     rounded = levels_of(x, bits) @ weights.T
     bound = np.abs(levels_of(x, bits)) @ np.abs(weights).T
+    if kind >= MatrixKind.Q8_B32T1 and BlockType[kind.name].num_bytes > 32 and "8" in kind.name[:5]:
+        # Codes of 8 bits lie around 128 here, which scale and base make up for; scales are up to 0.02.
+        bound += 128 * 0.02 * np.abs(levels_of(x, bits)).sum(axis=1, keepdims=True)
     assert (np.abs(found - rounded) <= 1e-5 * bound).all()
     assert (found[6] == 0).all()
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.proto.step import CachedBatch, StepResult
 from funitel_testing.cache import usual_cache
 from funitel_testing.executors import BLOCK_SIZE, decode, load_executor, prefill, start

@@ -76,6 +76,7 @@ class LauncherSettings:
     layer_parts: LayerParts | None = _shard("layer_parts")
     dtype: str | None = _shard("dtype")
     quantize: str | None = _shard("quantize")
+    quantize_tensors: str | None = _shard("quantize_tensors")
     activation_dtype: str = _shard("activation_dtype")
     kv_cache_dtype: str | None = _shard("kv_cache_dtype")
     model_spec: str | None = _shard("model_spec")

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.files.gguf_pointer import GROUPED, HALVES, GgufEntry, check_pointer, part_paths
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.proto.errors import UnsupportedModel, WeightsError
 from funitel.proto.process.usable_cores import count_usable_cores
 

@@ -1,15 +1,17 @@
 """Open a checkpoint's tensors: one storage for each that the model may ask for, by how the checkpoint is quantised."""
 
+from funitel.model_server.checkpoint.block_storage import BlockStorage
 from funitel.model_server.checkpoint.float_storages import Float4Storage, Float8Storage
 from funitel.model_server.checkpoint.integer_storages import AwqStorage, CompressedStorage, GptqStorage, IntegerStorage
 from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage
 from funitel.model_server.checkpoint.storage import Files, PlainStorage, Storage
-from funitel.model_server.quantized.config import AWQ, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
+from funitel.model_server.quantized.config import AWQ, BLOCKS, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
 from funitel.model_server.quantized.published import parse_gptq
 
 _STORAGES: dict[str, type[QuantizedStorage]] = {
     GPTQ: GptqStorage,
     AWQ: AwqStorage,
+    BLOCKS: BlockStorage,
     COMPRESSED: CompressedStorage,
     INT_QUANTIZED: IntegerStorage,
     FP8: Float8Storage,

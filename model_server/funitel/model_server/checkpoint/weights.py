@@ -7,18 +7,19 @@ needs and then calls `finish`, which refuses tensors that were not asked for.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 
+from funitel.model_server.checkpoint.block_storage import BlockSource, RoundedStorage
 from funitel.model_server.checkpoint.float_storages import open_float8_stack
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
 from funitel.model_server.checkpoint.open_storages import TGI_TENSORS, gptq_tensors, open_storages
 from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage
 from funitel.model_server.checkpoint.storage import (
+    PlainStorage,
     Range,
     RenamedTensor,
     StackedStorage,
@@ -30,10 +31,12 @@ from funitel.model_server.checkpoint.storage import (
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.config import Quantization
+from funitel.model_server.quantized.block_formats import BlockRules, format_of
+from funitel.model_server.quantized.block_types import BlockType
+from funitel.model_server.quantized.config import BLOCKS, Quantization
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
 from funitel.model_server.quantized.published import find_quantization
-from funitel.proto.errors import WeightsError
+from funitel.proto.errors import SettingsError, WeightsError
 
 
 def has_nan(values: torch.Tensor) -> bool:
@@ -66,7 +69,8 @@ class Weights:
     `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks of some types sets
     `takes_blocks` before anything is read; `products` is what multiplies by quantised matrices as they are;
     `scales_kv` says that the pool is float8, so that the scales of keys and values count. `quantization` is None for a
-    checkpoint that is not quantised. Progress goes to stderr where `is_shown`.
+    checkpoint that is not quantised, `block_format` the usual format of blocks that are no GGUF's. Progress goes to
+    stderr where `is_shown`.
 
     Raises:
         StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
@@ -94,6 +98,8 @@ class Weights:
         self._blocks = next((file for file in self._files.values() if isinstance(file, GgufTensorFile)), None)
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
+        has_own = self.quantization is not None and self.quantization.method == BLOCKS
+        self.block_format = self.quantization.format_of("") if self.quantization is not None and has_own else None
         self._is_shown = is_shown
         self._progress: Progress | None = None
 
@@ -253,11 +259,45 @@ class Weights:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the model comes from a GGUF with matrices that can be read as they are."""
-        return self._blocks is not None and self._blocks.has_blocks
+        """Whether there are matrices of blocks that can be read as they are."""
+        if self._blocks is not None:
+            return self._blocks.has_blocks
+        return any(isinstance(storage, BlockSource) for storage in self._storages.values())
+
+    def round_as(self, asked: str | None, others: str | None, tables: Collection[str]) -> None:
+        """Make blocks of matrices in floating point where they are read as such, if a format of blocks is asked for.
+
+        Args:
+            asked: the value of --quantize.
+            others: formats of some matrices, see `BlockRules.parse`.
+            tables: names of the embedding and of the head, the former without prefix.
+
+        Raises:
+            SettingsError: a format or a pattern makes no sense, or there are formats without blocks.
+        """
+        usual = None if asked is None or self.quantization is not None else format_of(asked)
+        if usual is None:
+            if others is not None:
+                raise SettingsError(f"--quantize-tensors {others} is for --quantize with blocks, such as q4 or a16w8")
+            return
+        rules = BlockRules.parse(usual.name, others)
+        self.block_format = usual.name
+        rules.check_used([name.removesuffix(".weight") for name in self._storages])
+        names = {*tables, *(self.prefix + each for each in tables)}
+        for name, storage in self._storages.items():
+            stem = name.removesuffix(".weight")
+            if type(storage) is not PlainStorage or len(storage.shape) != 2 or stem == name:
+                continue
+            chosen = rules.of(stem, storage.shape[1], is_table=stem in names)
+            if chosen is not None:
+                self._storages[name] = RoundedStorage(self._files, name, chosen)
 
     def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
         """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""
+        storage = self._storages.get(f"{stem}.weight")
+        if isinstance(storage, BlockSource):
+            kind = storage.format.kind
+            return None if kind.cuts((0, storage.shape[1])) or kind.cuts(columns) else kind
         return None if self._blocks is None else self._blocks.type_of(f"{stem}.weight", columns)
 
     def read_blocks(
@@ -267,9 +307,14 @@ class Weights:
 
         Views of the file where they lie there in this order. Raises: as `read`.
         """
-        assert self._blocks is not None
         name = f"{stem}.weight"
         is_sharded = rows is not None or columns is not None
+        storage = self._storages.get(name)
+        if isinstance(storage, BlockSource):
+            found = self._shaped(name, (num_outputs, num_inputs))
+            self._count_whole(found, num_outputs * storage.format.row_bytes(num_inputs), is_sharded)
+            return storage.blocks(rows or (0, num_outputs), columns or (0, num_inputs))
+        assert self._blocks is not None
         self._count_whole(self._find(name), self._blocks.num_bytes(name), is_sharded)
         return self._blocks.read_blocks(name, (num_outputs, num_inputs), rows, columns)
 
@@ -342,6 +387,8 @@ class Weights:
 
     def _bytes_of(self, name: str, storage: Storage) -> int:
         """What is read of a tensor that is read whole."""
+        if isinstance(storage, BlockSource) and self.takes_blocks(storage.format.kind):
+            return storage.shape[0] * storage.format.row_bytes(storage.shape[1])
         kind = None if self._blocks is None else self._blocks.type_of(name)
         if self._blocks is not None and kind is not None and self.takes_blocks(kind):
             return self._blocks.num_bytes(name)

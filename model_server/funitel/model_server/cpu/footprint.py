@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import mlp_parts, qkv_parts
 from funitel.model_server.layers.mlp import any_expert_spec, held_experts, shared_spec
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.spec.model_spec import ExpertsSpec, ModelSpec, NormPlacement, Position, QkNorm
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight

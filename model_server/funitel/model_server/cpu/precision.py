@@ -2,8 +2,9 @@
 
 from enum import Enum, IntEnum
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
-from funitel.model_server.quantized.config import Quantization
+from funitel.model_server.quantized.block_types import BlockType
+from funitel.model_server.quantized.config import BLOCKS, Quantization
+from funitel.model_server.settings.block_names import ALIASES, BLOCK_FORMATS
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import SettingsError
 
@@ -32,10 +33,26 @@ class MatrixKind(IntEnum):
     IQ4_NL = 14
     IQ4_XS = 15
     MXFP4 = 16
+    Q8_B32T1 = 17
+    Q6_B64T1 = 18
+    Q5_B64T1 = 19
+    Q4_B32T1 = 20
+    Q4_B64T1 = 21
+    Q3H_B64T1 = 22
+    Q3_B32T1 = 23
+    Q2_B32T1 = 24
+    A16W8_G32 = 25
+    A16W8_G64 = 26
+    A16W8_G128 = 27
+    A16W8_G256 = 28
+    A16W4_G32 = 29
+    A16W4_G64 = 30
+    A16W4_G128 = 31
+    A16W4_G256 = 32
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it is one of GGUF's types: some inputs of an output share a scale."""
+        """Whether some inputs of an output share a scale."""
         return self >= MatrixKind.Q4_0
 
     @property
@@ -152,7 +169,7 @@ class Tier(Enum):
         return KvKind.BFLOAT16 if (has_codes or self is Tier.BFLOAT16) and is_even else KvKind.FLOAT16
 
 
-MADE = {"int8": Tier.INT8, "gguf": Tier.GGUF}
+MADE = {"int8": Tier.INT8, "a8w8": Tier.INT8, "gguf": Tier.GGUF} | dict.fromkeys((*ALIASES, *BLOCK_FORMATS), Tier.GGUF)
 """Values of --quantize that say how weights are kept, not how the checkpoint has them."""
 
 
@@ -174,7 +191,7 @@ def choose_tier(
     """
     made = MADE.get(quantize or "") if quantization is None else None
     if made is not None and dtype not in (None, "float16"):
-        what = "keeps blocks as they are" if made is Tier.GGUF else "makes int8 of the weights"
+        what = "keeps blocks" if made is Tier.GGUF else "makes int8 of the weights"
         raise SettingsError(f"--quantize {quantize} {what}, --dtype {dtype} keeps them: give one")
     if made is Tier.GGUF and not has_blocks:
         raise SettingsError(
@@ -185,6 +202,6 @@ def choose_tier(
         return made
     if dtype is not None:
         return Tier(dtype)
-    if quantization is None:
+    if quantization is None or quantization.method == BLOCKS:
         return Tier.GGUF if has_blocks else Tier.INT8
     return Tier.INT8 if "int8" in quantization.flags else Tier.FLOAT16

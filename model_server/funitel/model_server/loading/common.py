@@ -70,8 +70,9 @@ class Loaded:
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
     of a step of so many tokens, where it is known before. `takes_device_tokens`: of a batch's tokens it reads the
     tensor alone, so that some may be known to the device only. `adapters` is what takes adapters; None: the model
-    takes none. `stage` is this rank's place among pipeline stages; None: there is one. `pools` are those of a model in
-    parts, of which `gpu_blocks` is what the options have; None: the model has one pool, as its spec says.
+    takes none. `stage` is this rank's place among pipeline stages; None: there is one. `key_frames` identifies what is
+    done to keys before they are codes. `pools` are those of a model in parts, of which `gpu_blocks` is what the options
+    have; None: the model has one pool, as its spec says.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Loaded:
     takes_device_tokens: bool = False
     adapters: AdapterBase | None = None
     stage: Stage | None = None
+    key_frames: str = ""
     pools: Pools | None = None
     gpu_blocks: tuple[torch.device, int] | None = None
 

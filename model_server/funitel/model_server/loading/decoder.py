@@ -1,6 +1,7 @@
 """Checkpoint folder -> loaded executor: spec, ranks, weights, tokenizer, in that order."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from funitel.model_server.loading.common import Loaded, check_ranks, find_eos, join_ranks, set_threads
@@ -81,7 +82,8 @@ def _served(
     """The executor of a loaded model, with its drafter if there is one."""
     drafter, loaded, pools = add_drafter(target, plan, loaded)
     settings, folder, spec, device = target.settings, target.folder, target.spec, target.device
-    frame_keys(loaded.decoder, pools, codec, spec.max_position_embeddings)
+    digests = frame_keys(loaded.decoder, pools, codec, spec.max_position_embeddings)
+    loaded = replace(loaded, key_frames=digests)
     return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
 
 

@@ -51,7 +51,8 @@ def make_executor(
         settings, device, rules, None if drafter is None else SharedDrafter(drafter, loaded.parallel)
     )
     options = options_of(settings, device, loaded, eos_token_ids)
-    options = replace(options, disk=disk_tier_of(settings, folder, device, loaded.name, loaded.precision))
+    precision = f"{loaded.precision} {loaded.key_frames}"
+    options = replace(options, disk=disk_tier_of(settings, folder, device, loaded.name, precision))
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
         sampling = partial(AsyncSampling, maths=choose_maths(device))

@@ -78,7 +78,7 @@ def load_fused(
         tier=tier,
         block_size=settings.block_size,
         num_threads=torch.get_num_threads(),
-        activations=ActivationDtype[settings.activation_dtype.upper()],
+        activations=_activations(settings, weights),
         kv_kind=kv_kind,
         link=link if stage is None else stage.link,
     )
@@ -93,7 +93,7 @@ def load_fused(
     )
     _log_tier(decoder, is_default=settings.dtype is None and settings.quantize is None)
     kept = Tier.INT8 if tier is Tier.GGUF and not decoder.has_blocks else tier
-    precision = kept.label if kept in MADE.values() else f"torch.{kept.label}"
+    precision = weights.block_format or (kept.label if kept in MADE.values() else f"torch.{kept.label}")
     return Loaded(
         name="fused",
         decoder=decoder,
@@ -106,6 +106,13 @@ def load_fused(
         step_bytes=partial(_step_bytes, spec, parallel, tier),
         adapters=adapter_base(spec, decoder.program, parallel, weights.prefix) if settings.max_lora_rank else None,
     )
+
+
+def _activations(settings: ModelServerSettings, weights: Weights) -> ActivationDtype:
+    """Levels of activations: of 16 bits for formats that have them in their name."""
+    if (weights.block_format or "").startswith("a16"):
+        return ActivationDtype.INT16
+    return ActivationDtype[settings.activation_dtype.upper()]
 
 
 def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:

@@ -21,8 +21,8 @@ WINDOW, NUM_WINDOWS = 256, 4  # tokens that are computed together
 
 
 @torch.inference_mode()
-def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -> None:
-    """Compute a short text, and set the frames of keys of the fused decoders that need some.
+def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -> str:
+    """Compute a short text, and set the frames of keys of the fused decoders that need some; the digests of these.
 
     All ranks and stages of a model call it at the same time.
 
@@ -35,7 +35,7 @@ def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -
     parts = [part.decoder for part in forward.parts] if isinstance(forward, JoinedForward) else [forward]
     decoders = [each for each in parts if isinstance(each, FusedDecoder) and each.has_key_frames]
     if not decoders:
-        return
+        return ""
     begin = time.perf_counter()
     window = min(WINDOW, context)
     tokens = codec.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=True)[: window * NUM_WINDOWS]
@@ -50,4 +50,6 @@ def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -
     for each in decoders:
         each.frame_keys(len(tokens))
     seconds = time.perf_counter() - begin
-    logger.info("keys are framed for uint4: tokens=%d seconds=%.1f", len(tokens), seconds)
+    digests = " ".join(each.frames_digest for each in decoders)
+    logger.info("keys are framed for uint4: tokens=%d seconds=%.1f digest=%s", len(tokens), seconds, digests)
+    return digests

@@ -42,7 +42,7 @@ class Codes:
 
     codes: torch.Tensor  # [rows, columns] uint8, or float8
     scales: torch.Tensor  # [rows, num_groups] floating point
-    zeros: torch.Tensor  # [rows, num_groups] uint8
+    zeros: torch.Tensor  # [rows, num_groups] uint8, or floating point
     groups: torch.Tensor  # [columns] int64: the group of a column
 
     def rows(self, start: int, end: int) -> "Codes":

@@ -5,10 +5,11 @@
 
 from dataclasses import dataclass
 
+from funitel.model_server.settings.block_names import ALIASES
 from funitel.proto.errors import SettingsError
 
 GPTQ, AWQ, COMPRESSED, FP8 = "gptq", "awq", "compressed-tensors", "fp8"
-INT_QUANTIZED, NVFP4 = "int-quantized", "nvfp4"
+INT_QUANTIZED, NVFP4, BLOCKS = "int-quantized", "nvfp4", "funitel-blocks"
 Q4_GROUP = 32
 
 
@@ -18,7 +19,8 @@ class Quantization:
 
     `is_zero_exact`: zero points are stored as they are; else one too small, as GPTQ files do unless they say `gptq_v2`.
     `group_outputs` is how many outputs share the scales of their groups. `is_compressed` says that a `method` other
-    than its own packed integers is described, and named, as compressed-tensors does.
+    than its own packed integers is described, and named, as compressed-tensors does. `formats` are those of blocks: the
+    usual one, by the name "", and others by the names of their layers.
     """
 
     method: str
@@ -27,6 +29,12 @@ class Quantization:
     is_zero_exact: bool = True
     group_outputs: int = 1
     is_compressed: bool = False
+    formats: tuple[tuple[str, str], ...] = ()
+
+    def format_of(self, stem: str) -> str:
+        """The format of the blocks of a layer."""
+        formats = dict(self.formats)
+        return formats.get(stem, formats[""])
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Memory of a matrix kept as it is: integers, and scales of two bytes."""
@@ -36,6 +44,9 @@ class Quantization:
     @property
     def flags(self) -> tuple[str, ...]:
         """The values of `--quantize` that fit, the most telling one first."""
+        if self.method == BLOCKS:
+            usual = self.format_of("")
+            return (usual, *(alias for alias, name in ALIASES.items() if name == usual))
         if self.method == COMPRESSED and (self.bits, self.group_size) == (8, -1):
             return ("int8", COMPRESSED)
         if self.method == COMPRESSED and (self.bits, self.group_size) == (4, Q4_GROUP):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.quantized.config import AWQ, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
+from funitel.model_server.quantized.config import AWQ, BLOCKS, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
+from funitel.model_server.settings.block_names import BLOCK_FORMATS
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
 Config = Mapping[str, Any]
@@ -17,7 +18,7 @@ _Allowed = TypeVar("_Allowed", int, str)
 MXFP4 = "mxfp4"  # of stacks of experts, which their tensors describe; they are floating point once loaded
 _MODELOPT = ("modelopt", "modelopt_fp4")
 _FLOAT8_METHODS = (FP8, "fbgemm_fp8")
-_METHODS = (GPTQ, AWQ, COMPRESSED, *_FLOAT8_METHODS, MXFP4, *_MODELOPT)
+_METHODS = (GPTQ, AWQ, BLOCKS, COMPRESSED, *_FLOAT8_METHODS, MXFP4, *_MODELOPT)
 _MODELOPT_FILE = "hf_quant_config.json"
 _GPTQ_BITS = (2, 4, 8)  # widths of which a 32-bit word holds a whole number
 _FLOAT4_GROUP = 16
@@ -91,6 +92,7 @@ def _parser(method: object) -> Callable[[Config], Quantization]:
     for methods, parse in (
         ((GPTQ,), parse_gptq),
         ((AWQ,), _parse_awq),
+        ((BLOCKS,), _parse_blocks),
         ((COMPRESSED,), _parse_compressed),
         (_FLOAT8_METHODS, _parse_float8),
         (_MODELOPT, _parse_modelopt),
@@ -108,6 +110,17 @@ def _parse_awq(config: Config) -> Quantization:
         raise UnsupportedModel("zero_point False is not supported with awq; supported: True")
     size = config.get("group_size", config.get("q_group_size"))
     return Quantization(method=AWQ, bits=bits, group_size=_group_size(size))
+
+
+def _parse_blocks(config: Config) -> Quantization:
+    """Blocks that `funitel quantize --to` wrote: a format, and those of layers that have another."""
+    others = config.get("tensors") or {}
+    if not isinstance(others, Mapping):
+        raise WeightsError(f"tensors must be an object, found {others!r}")
+    formats = {"": config.get("format")} | dict(others)
+    for name in formats.values():
+        _one_of("format", name, BLOCKS, BLOCK_FORMATS)
+    return Quantization(method=BLOCKS, bits=0, group_size=0, formats=tuple(formats.items()))
 
 
 def _parse_float8(config: Config) -> Quantization:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from funitel.model_server.settings.block_names import ALIASES, BLOCK_FORMATS
 from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.process.cores import Cores
 from funitel.proto.security.tls import MutualTls
@@ -29,9 +30,10 @@ MAX_NODES = 1024  # NUMA nodes, of a Linux kernel
 MAX_SPIN_US = 1_000_000
 MAX_LORA_RANK, MAX_LORAS = 1024, 1 << 16
 MAX_SPECULATE = 16  # drafts of a step: beyond it few are accepted, and each is computed
-QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf")
+QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "gguf", "a8w8", *ALIASES, *BLOCK_FORMATS)
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
-compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
+compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF, the others
+blocks that are made of floating point on loading."""
 
 ACTIVATION_DTYPES = ("int8", "int16")
 FLOAT8_KV_DTYPES = ("fp8", "fp8_e4m3fn", "fp8_e5m2")
@@ -92,6 +94,9 @@ class CheckSpecSettings:
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4", "none")
+_TENSORS = (
+    "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of the name, such as lm_head=q8."
+)
 _OF_GPTQ = tuple("groupsize act_order symmetric percdamp calibration_file num_samples sequence_length".split())
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
@@ -110,6 +115,16 @@ class QuantizeSettings:
         "none: the weights as they are, those of a GGUF in float32.",
         choices=QUANTIZE_METHODS,
         env=None,
+    )
+    to: str | None = setting(
+        None,
+        "Blocks to write in place of a method, by their short or full name: q8 q6 q5 q4 q3h q3 q2 a16w8 a16w4.",
+        choices=(*ALIASES, *BLOCK_FORMATS),
+        env=None,
+    )
+    tensor: str | None = setting(None, _TENSORS + " Embeddings and head are q8 where none is for them.", env=None)
+    inferflow_levels: bool = setting(
+        False, "Levels of q6, q5 and q4_b64t1 as Inferflow has them, of which the last is never used.", env=None
     )
     groupsize: int = setting(
         32, "gptq: inputs that share a scale, a multiple of 8; -1 for all inputs of an output.", env=None
@@ -156,6 +171,12 @@ class QuantizeSettings:
             for name in _OF_GPTQ:
                 is_default = getattr(self, name) == self.__dataclass_fields__[name].default
                 require(is_default, f"{flag_of(name)} is for --method gptq, not {self.method}")
+        if self.to is None:
+            require(self.tensor is None, "--tensor is for blocks, which --to asks for")
+            require(not self.inferflow_levels, "--inferflow-levels is for blocks, which --to asks for")
+        for name in ("method", *_OF_GPTQ) if self.to is not None else ():
+            is_default = getattr(self, name) == self.__dataclass_fields__[name].default
+            require(is_default, f"{flag_of(name)} is not for --to {self.to}, which needs no texts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,12 +353,14 @@ class ModelServerSettings:
     )
     quantize: str | None = setting(
         None,
-        "Quantisation of the checkpoint's weights; as in its config.json when not given. int8 also converts "
-        "floating-point weights to int8 as they are loaded, and fp8 to float8 on a GPU; on a CPU gguf keeps the blocks "
-        "of a GGUF.",
+        "Quantisation of the checkpoint's weights; as in its config.json when not given. Floating-point weights are "
+        "converted as they are loaded: int8, and fp8 on a GPU; on a CPU also q8 q6 q5 q4 q3h q3 q2, blocks of so many "
+        "bits, a16w8 and a16w4, groups with zero points and activations of 16 bits, and a8w8, which is int8. On a CPU "
+        "gguf keeps the blocks of a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
+    quantize_tensors: str | None = setting(None, "With blocks as --quantize: " + _TENSORS[0].lower() + _TENSORS[1:])
     activation_dtype: str = setting(
         "int8",
         "On a CPU, levels that activations are rounded to where weights are int8 or blocks of a GGUF, with a scale for "

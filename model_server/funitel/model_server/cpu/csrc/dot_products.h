@@ -55,6 +55,12 @@ inline Part power_of_two_part(const uint8_t* p) {
     __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(words, 23));
 }
+inline Bytes splat_halves(int value) { return _mm512_set1_epi16(static_cast<int16_t>(value)); }
+// Of unsigned halves of words: the upper and the lower 16 bits of products, and sums.
+inline Bytes multiply_high(Bytes x, Bytes y) { return _mm512_mulhi_epu16(x, y); }
+inline Bytes multiply_low(Bytes x, Bytes y) { return _mm512_mullo_epi16(x, y); }
+inline Bytes add_words16(Bytes x, Bytes y) { return _mm512_add_epi16(x, y); }
+inline Part sub_part(Part x, Part y) { return _mm512_sub_ps(x, y); }
 inline Part to_part(const Half* p) { return load(p).v; }
 inline Part splat_part(float x) { return _mm512_set1_ps(x); }
 inline Part mul(Part x, Part y) { return _mm512_mul_ps(x, y); }
@@ -101,6 +107,12 @@ inline Part power_of_two_part(const uint8_t* p) {
     __m256i words = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 23));
 }
+inline Bytes splat_halves(int value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
+// Of unsigned halves of words: the upper and the lower 16 bits of products, and sums.
+inline Bytes multiply_high(Bytes x, Bytes y) { return _mm256_mulhi_epu16(x, y); }
+inline Bytes multiply_low(Bytes x, Bytes y) { return _mm256_mullo_epi16(x, y); }
+inline Bytes add_words16(Bytes x, Bytes y) { return _mm256_add_epi16(x, y); }
+inline Part sub_part(Part x, Part y) { return _mm256_sub_ps(x, y); }
 inline Part to_part(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Part splat_part(float x) { return _mm256_set1_ps(x); }
 inline Part mul(Part x, Part y) { return _mm256_mul_ps(x, y); }

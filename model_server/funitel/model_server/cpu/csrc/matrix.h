@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "affine_blocks.h"
 #include "blocks.h"
 #include "memory.h"
 #include "vector.h"
@@ -19,7 +20,8 @@ namespace funitel {
 // Numbered as in precision.py.
 enum Kind : int32_t {
     kFloat32, kFloat16, kBFloat16, kInt8, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL,
-    kIQ4_XS, kMXFP4
+    kIQ4_XS, kMXFP4, kQ8_B32T1, kQ6_B64T1, kQ5_B64T1, kQ4_B32T1, kQ4_B64T1, kQ3H_B64T1, kQ3_B32T1, kQ2_B32T1,
+    kA16W8_G32, kA16W8_G64, kA16W8_G128, kA16W8_G256, kA16W4_G32, kA16W4_G64, kA16W4_G128, kA16W4_G256
 };
 
 // Whether the kind is made of codes; the others are floating-point numbers.
@@ -47,6 +49,22 @@ auto with_block(Kind kind, Function function) {
         case kIQ4_NL: return function(Of<BlockIQ4_NL>());
         case kIQ4_XS: return function(Of<BlockIQ4_XS>());
         case kMXFP4: return function(Of<BlockMXFP4>());
+        case kQ8_B32T1: return function(Of<BlockQ8_B32T1>());
+        case kQ6_B64T1: return function(Of<BlockQ6_B64T1>());
+        case kQ5_B64T1: return function(Of<BlockQ5_B64T1>());
+        case kQ4_B32T1: return function(Of<BlockQ4_B32T1>());
+        case kQ4_B64T1: return function(Of<BlockQ4_B64T1>());
+        case kQ3H_B64T1: return function(Of<BlockQ3H_B64T1>());
+        case kQ3_B32T1: return function(Of<BlockQ3_B32T1>());
+        case kQ2_B32T1: return function(Of<BlockQ2_B32T1>());
+        case kA16W8_G32: return function(Of<BlockA16<32, 8>>());
+        case kA16W8_G64: return function(Of<BlockA16<64, 8>>());
+        case kA16W8_G128: return function(Of<BlockA16<128, 8>>());
+        case kA16W8_G256: return function(Of<BlockA16<256, 8>>());
+        case kA16W4_G32: return function(Of<BlockA16<32, 4>>());
+        case kA16W4_G64: return function(Of<BlockA16<64, 4>>());
+        case kA16W4_G128: return function(Of<BlockA16<128, 4>>());
+        case kA16W4_G256: return function(Of<BlockA16<256, 4>>());
         default: return function(Of<BlockInt8>());
     }
 }

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
@@ -38,6 +37,7 @@ from funitel.model_server.cpu.precision import ActivationDtype, KvKind, MatrixKi
 from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder, resolve
+from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec.model_spec import ModelSpec

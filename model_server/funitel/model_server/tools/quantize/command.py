@@ -24,10 +24,10 @@ from funitel.model_server.registry.lookup import holds_more_than_text, spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.tools.quantize.blocks import make_job
 from funitel.model_server.tools.quantize.calibration import calibration_texts, tokenize
 from funitel.model_server.tools.quantize.folder import SafetensorsWriter, check_space, check_target, finished_folder
-from funitel.model_server.tools.quantize.formats import side_files
-from funitel.model_server.tools.quantize.job import CheckpointSource, QuantizeJob, Report
+from funitel.model_server.tools.quantize.job import CheckpointSource, Report
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -120,15 +120,15 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
         raise UnsupportedModel(
             f"{spec.architecture} is a model for images too: only models of text alone are quantised"
         )
-    samples = _samples(settings, folder, spec) if settings.method == "gptq" else []
+    samples = _samples(settings, folder, spec) if settings.method == "gptq" and settings.to is None else []
     try:
         with finished_folder(target) as result, torch.inference_mode():
-            job = QuantizeJob(settings, folder, spec, weights)
+            job = make_job(settings, folder, spec, weights)
             check_space(result, job.plan)
             for path in _side_files(folder):
                 shutil.copyfile(path, result / path.name)
             write_json(result / "config.json", config | {"quantization_config": job.quantization_config})
-            for name, value in side_files(job.quantization_config).items():
+            for name, value in job.side_files.items():
                 write_json(result / name, value)
             with SafetensorsWriter(result, job.plan) as writer:
                 job.run(writer, samples)

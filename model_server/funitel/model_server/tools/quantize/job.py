@@ -1,7 +1,7 @@
 """Plan and run one quantisation: the tensors of the output, and how each of them is made."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from funitel.model_server.quantized.bit_packing import Codes, round_int8, round_
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.folder import DTYPES, SafetensorsWriter
-from funitel.model_server.tools.quantize.formats import Format, Shapes
+from funitel.model_server.tools.quantize.formats import Format, Shapes, side_files
 from funitel.model_server.tools.quantize.gptq import output_error, quantize_gptq
 from funitel.model_server.tools.quantize.layer_walk import Inputs, Walk, inputs_of
 from funitel.model_server.tools.quantize.level_grid import full_range
@@ -75,6 +75,11 @@ class QuantizeJob:
                 self._num_weights += inputs.num_outputs * inputs.num_inputs
                 for stem, num_outputs in inputs.parts:
                     self.plan |= self._format.shapes(stem, num_outputs, inputs.num_inputs)
+
+    @property
+    def side_files(self) -> dict[str, Mapping[str, Any]]:
+        """Further files by name."""
+        return side_files(self.quantization_config)
 
     def _can_hold(self, inputs: Inputs) -> bool:
         """Layers that share an input are quantised together or not at all: others join them into one matmul."""

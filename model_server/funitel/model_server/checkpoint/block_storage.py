@@ -1,0 +1,105 @@
+"""Linear layers as blocks with scales: as a checkpoint has them, or made of floating point as they are read."""
+
+from abc import abstractmethod
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage, matrix_shape
+from funitel.model_server.checkpoint.storage import Files, PlainStorage, Range, Storage
+from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.block_formats import BlockFormat, format_of
+from funitel.model_server.quantized.config import Quantization
+from funitel.proto.errors import WeightsError
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """A matrix that can be read as blocks of a format."""
+
+    shape: tuple[int, ...]
+    format: BlockFormat
+
+    @abstractmethod
+    def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
+        """Outputs `rows` and inputs `columns`, which cut no block, as [outputs, bytes] uint8."""
+
+
+class BlockStorage(QuantizedStorage):
+    """The blocks of a layer as a checkpoint has them: `weight_blocks`, [outputs, bytes of an output] uint8.
+
+    The inputs are said by `weight_inputs`, one int32, as the last block of an output may be filled up.
+    """
+
+    parts = ("weight_blocks", "weight_inputs")
+    marks = ("weight_blocks",)
+
+    def __init__(self, files: Files, stem: str, quantization: Quantization) -> None:
+        super().__init__(files, stem, quantization)
+        self.format = named_format(quantization, stem)
+        self._data = self._slice("weight_blocks")
+        num_outputs, num_bytes = matrix_shape(self._data, f"{stem}.weight_blocks")
+        self._expect("weight_inputs", 1)
+        num_inputs = int(self._whole("weight_inputs"))
+        if self._data.get_dtype() != "U8" or num_inputs < 1 or self.format.row_bytes(num_inputs) != num_bytes:
+            raise WeightsError(
+                f"tensor {stem}.weight_blocks is {self._data.get_dtype()} with {num_bytes} bytes an output, expected "
+                f"{self.format.row_bytes(num_inputs)} of {self.format.name} for {num_inputs} inputs"
+            )
+        self.shape = (num_outputs, num_inputs)
+
+    def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
+        """See BlockSource. Raises: `WeightsError`: a scale is no finite number."""
+        size, num_bytes = self.format.num_inputs, self.format.num_bytes
+        first, last = columns[0] // size * num_bytes, -(-columns[1] // size) * num_bytes
+        found: torch.Tensor = self._data[slice(*rows), slice(first, last)]
+        _, scales, bases = self.format.parts(found)
+        self._finite("weight_blocks", torch.stack([scales, bases]))
+        return found.contiguous()
+
+    def read_codes(self, rows: Range, columns: Range) -> Codes:
+        """See QuantizedStorage; zeros are floating point."""
+        size = self.format.num_inputs
+        start = columns[0] // size * size
+        return codes_of(self.format, self.blocks(rows, (start, columns[1])), columns[0] - start, columns[1] - start)
+
+    def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See Storage."""
+        rows, columns, size = rows or (0, self.shape[0]), columns or (0, self.shape[1]), self.format.num_inputs
+        start = columns[0] // size * size
+        weights = self.format.decode(self.blocks(rows, (start, columns[1])), columns[1] - start)
+        return weights[:, columns[0] - start :].to(device=device, dtype=dtype, copy=True).contiguous()
+
+
+class RoundedStorage(Storage):
+    """A layer in floating point, of which blocks are made; as numbers it is what it was."""
+
+    def __init__(self, files: Files, name: str, block_format: BlockFormat) -> None:
+        self._plain = PlainStorage(files, name)
+        self.names, self.shape, self.format = self._plain.names, self._plain.shape, block_format
+
+    def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
+        """See BlockSource."""
+        return self.format.encode(self._plain.read(rows, columns, torch.float32, torch.device("cpu")))
+
+    def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See Storage."""
+        return self._plain.read(rows, columns, dtype, device)
+
+
+def codes_of(block_format: BlockFormat, blocks: torch.Tensor, start: int, end: int) -> Codes:
+    """Inputs [start, end) of blocks [outputs, bytes] as codes with scales and floating-point zeros."""
+    codes, scales, bases = block_format.parts(blocks)
+    offset = 128 if block_format.is_symmetric else 0
+    zeros = torch.where(scales == 0, torch.zeros_like(scales), -bases / torch.where(scales == 0, 1, scales)) + offset
+    groups = torch.arange(codes.shape[1]).repeat_interleave(codes.shape[2])[start:end]
+    return Codes((codes + offset).to(torch.uint8).flatten(1)[:, start:end], scales, zeros, groups)
+
+
+def named_format(quantization: Quantization, stem: str) -> BlockFormat:
+    """The format of a layer. Raises: `WeightsError`: the configuration names none that is known."""
+    name = quantization.format_of(stem)
+    found = format_of(name)
+    if found is None:
+        raise WeightsError(f"quantization_config has the format {name!r} for {stem}, which is not known")
+    return found
