@@ -20,7 +20,7 @@ write_pages = for page in settings routes metrics modules examples; do $(BIN)/py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean pictures
+.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean pictures ladder
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -103,8 +103,11 @@ pages: setup ## regenerate docs/settings.md, routes.md, metrics.md, modules.md, 
 itest: setup ## tests of the whole system only
 	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)
 
+ladder: setup ## the table and picture of every bit width in docs/quantization.md, 30 minutes
+	$(BIN)/python benchmarks/ladder.py --write $(ARGS)
+
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
-	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py benchmarks/peers.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py benchmarks/peers.py benchmarks/ladder.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 guard: setup ## counts of work of a request, a token, a step and a start against their bounds; ARGS=--write writes these
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.guard $(ARGS)

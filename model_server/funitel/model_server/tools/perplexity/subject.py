@@ -11,6 +11,7 @@ from funitel.model_server.device.memory import release_memory
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.prompt_scores import max_scored_tokens
 from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.kv_cache.state_pool import StatePool
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
@@ -58,7 +59,7 @@ class Subject:
     @property
     def kv_precision(self) -> str:
         """Precision of the pool."""
-        return str(self._executor.options.dtype).removeprefix("torch.")
+        return kv_label(self._executor.options.dtype)
 
     def reserve(self, window: int) -> None:
         """Make the pool, for a window of so many tokens."""
