@@ -19,7 +19,7 @@ from funitel.model_server.cpu.precision import KvKind, Tier, asked_kv_kind
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.kv_cache.key_frames import Frames, frames_of
+from funitel.model_server.kv_cache.key_frames import Frames, frames_of, num_sums
 from funitel.model_server.kv_cache.pool import KVCache, SpecPools
 from funitel.model_server.kv_cache.precision import KvCodes
 from funitel.model_server.models.decoder import Decoder
@@ -454,6 +454,29 @@ def test_frames_leave_products_what_they_are_and_make_errors_small() -> None:
     error = (framed * asked).sum(-1) - exact
     plain_error = (queries[:count] * plain).sum(-1) - (queries[:count] * keys).sum(-1)
     assert error.square().mean() < 0.1 * plain_error.square().mean()
+
+
+def test_keys_of_first_tokens_are_added_up_apart(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    spec, size = spec_of(read_json(folder / "config.json")), 4
+    heads, dim = spec.num_kv_heads, spec.head_dim
+    decoder = fused_decoder(folder, Tier.FLOAT32, TensorParallel(), block_size=size, kv_kind=KvKind.FLOAT32)
+    cache = cache_for(folder, decoder, 8)
+    sums = torch.zeros(spec.num_layers, heads, num_sums(dim), dtype=torch.float64)
+    decoder.program.engine.observe(sums)
+    (prompt,) = make_prompts(11)
+    one, two = np.array([1, 2, 3], np.int32), np.array([4], np.int32)
+    decoder(ForwardBatch.build([RowSpan(prompt[:6], 0, one), RowSpan(prompt[-1:], 0, two)], size, CPU), cache)
+    decoder(ForwardBatch.build([RowSpan(prompt[6:], 6, one)], size, CPU), cache)  # none of these is a first token
+    decoder.program.engine.observe(None)
+    pool = cache.pool.view(8, spec.num_layers, 2, heads, dim, size)[:, :, 0].double()
+    keys = pool[1:4].permute(1, 2, 0, 4, 3).flatten(2, 3)[:, :, :11]  # of the first row, [layers, heads, tokens, dim]
+    first, total, products, queries = torch.split(sums, [dim, dim, dim * dim, dim * dim], dim=-1)
+    torch.testing.assert_close(first, keys[:, :, 0] + pool[4, ..., 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total, keys[:, :, 1:].sum(2), rtol=1e-4, atol=1e-5)
+    expected = keys[:, :, 1:].transpose(-1, -2) @ keys[:, :, 1:]
+    torch.testing.assert_close(products.view(expected.shape), expected, rtol=1e-4, atol=1e-5)
+    assert queries.view(expected.shape).diagonal(dim1=-2, dim2=-1).gt(0).all()
 
 
 def test_frames_are_the_same_each_time(tmp_path: Path) -> None:
