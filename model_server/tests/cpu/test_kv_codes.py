@@ -9,6 +9,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from funitel.model_server.attention.torch_reference import TorchAttention
+from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.decoder import KV_DTYPES, FusedDecoder
@@ -17,9 +19,10 @@ from funitel.model_server.cpu.precision import KvKind, Tier, asked_kv_kind
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.kv_cache.key_frames import frames_of
+from funitel.model_server.kv_cache.key_frames import Frames, frames_of, num_sums
 from funitel.model_server.kv_cache.pool import KVCache, SpecPools
 from funitel.model_server.kv_cache.precision import KvCodes
+from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.key_frames import frame_keys
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -236,6 +239,63 @@ def test_the_step_computes_what_torch_computes_on_what_codes_stand_for(
         assert (ours - theirs).norm() < 0.1 * lost + 1e-5 * float32.norm()
 
 
+class FramedCodes(FakeCodes):
+    """The same with frames of keys; what is written together begins with the first token of a sequence."""
+
+    bits = 4
+    frames: Frames
+
+    def write(self, layer: int, slots: object, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """See KVCache."""
+        assert values is not None
+        shifts, first_shifts, key_maps, query_maps = (each[layer].double() for each in self.frames)
+        moved = shifts.expand(keys.shape).clone()
+        moved[0] = first_shifts
+        matrix = torch.from_numpy(hadamard(keys.shape[-1]))
+        mapped = torch.einsum("hij,thj->thi", key_maps, keys.double() - moved) @ matrix.T
+        kept = torch.from_numpy(rounded(mapped.numpy(), self.bits)[0]) @ matrix
+        turned = torch.from_numpy(rounded(values.double().numpy() @ matrix.numpy().T, self.bits)[0]) @ matrix
+        left = torch.einsum("hji,thj->thi", query_maps, kept) + moved
+        KVCache.write(self, layer, slots, left.float(), turned.float())  # type: ignore[arg-type]
+
+
+def frames_for(folder: Path) -> Frames:
+    """Frames of any kind: their first tokens are far from the others."""
+    spec = spec_of(read_json(folder / "config.json"))
+    generator = torch.Generator().manual_seed(2)
+    shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
+    maps = torch.eye(spec.head_dim) + 0.05 * torch.randn(*shape, spec.head_dim, generator=generator)
+    shifts, first_shifts = (torch.randn(*shape, generator=generator) for _ in range(2))
+    return Frames(shifts, 5 * first_shifts, maps, torch.linalg.inv(maps).transpose(-1, -2).contiguous())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "bloom", "qwen3"])
+def test_frames_change_nothing_but_what_codes_stand_for(family: str, tmp_path: Path) -> None:
+    """With windows that the first token leaves, soft-caps and slopes; whatever is taken from the first token's key."""
+    layers = "n_layer" if family == "bloom" else "num_hidden_layers"
+    folder = save(family, tmp_path, **{layers: 1})
+    (prompt,) = make_prompts(300)  # more than a part of the context
+    size, spec = 4, spec_of(read_json(folder / "config.json"))
+    batch = ForwardBatch.build([RowSpan(prompt, 0, np.arange(1, 76, dtype=np.int32), "all")], size, CPU)
+    decoder = fused_decoder(folder, Tier.FLOAT32, TensorParallel(), block_size=size, kv_kind=KvKind.UINT4)
+    frames = frames_for(folder)
+    decoder.program.engine.set_key_frames(*frames)
+    found = decoder(batch, cache_for(folder, decoder, 80))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
+    weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
+    reference = Decoder(spec, weights, TensorParallel(), TorchAttention(size, CPU))
+    framed = FramedCodes(spec, heads, 80, size, torch.float32, CPU)
+    framed.frames = frames
+    expected = reference(batch, framed)
+    exact = reference(batch, KVCache(spec, heads, 80, size, torch.float32, CPU))
+    assert found is not None
+    assert expected is not None
+    assert exact is not None
+    lost = (expected - exact).norm()
+    assert lost > 0
+    assert (found - expected).norm() < 0.1 * lost + 1e-5 * exact.norm()
+
+
 # A row's bits ---------------------------------------------------------------------------------------------------------
 
 
@@ -381,8 +441,11 @@ def test_frames_leave_products_what_they_are_and_make_errors_small() -> None:
     turned = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0]
     keys = torch.randn(count, dim, generator=generator, dtype=torch.float64) * spread @ turned + 5
     queries = torch.randn(group * count, dim, generator=generator, dtype=torch.float64) / spread @ turned
-    sums = torch.cat([keys.sum(0), (keys.T @ keys).flatten(), (queries.T @ queries).flatten()]).view(1, 1, -1)
-    shifts, key_maps, query_maps = (each[0, 0].double() for each in frames_of(sums, count, dim))
+    first = torch.randn(5, dim, generator=generator, dtype=torch.float64) + 100
+    sums = torch.cat([first.sum(0), keys.sum(0), (keys.T @ keys).flatten(), (queries.T @ queries).flatten()])
+    frames = frames_of(sums.view(1, 1, -1), count, 5, dim)
+    shifts, first_shifts, key_maps, query_maps = (each[0, 0].double() for each in frames)
+    torch.testing.assert_close(first_shifts, first.mean(0), rtol=1e-5, atol=0)
     mapped, asked = (keys - shifts) @ key_maps.T, queries[:count] @ query_maps.T
     exact = (queries[:count] * (keys - shifts)).sum(-1)
     torch.testing.assert_close((mapped * asked).sum(-1), exact, rtol=1e-4, atol=1e-4)
@@ -391,6 +454,29 @@ def test_frames_leave_products_what_they_are_and_make_errors_small() -> None:
     error = (framed * asked).sum(-1) - exact
     plain_error = (queries[:count] * plain).sum(-1) - (queries[:count] * keys).sum(-1)
     assert error.square().mean() < 0.1 * plain_error.square().mean()
+
+
+def test_keys_of_first_tokens_are_added_up_apart(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    spec, size = spec_of(read_json(folder / "config.json")), 4
+    heads, dim = spec.num_kv_heads, spec.head_dim
+    decoder = fused_decoder(folder, Tier.FLOAT32, TensorParallel(), block_size=size, kv_kind=KvKind.FLOAT32)
+    cache = cache_for(folder, decoder, 8)
+    sums = torch.zeros(spec.num_layers, heads, num_sums(dim), dtype=torch.float64)
+    decoder.program.engine.observe(sums)
+    (prompt,) = make_prompts(11)
+    one, two = np.array([1, 2, 3], np.int32), np.array([4], np.int32)
+    decoder(ForwardBatch.build([RowSpan(prompt[:6], 0, one), RowSpan(prompt[-1:], 0, two)], size, CPU), cache)
+    decoder(ForwardBatch.build([RowSpan(prompt[6:], 6, one)], size, CPU), cache)  # none of these is a first token
+    decoder.program.engine.observe(None)
+    pool = cache.pool.view(8, spec.num_layers, 2, heads, dim, size)[:, :, 0].double()
+    keys = pool[1:4].permute(1, 2, 0, 4, 3).flatten(2, 3)[:, :, :11]  # of the first row, [layers, heads, tokens, dim]
+    first, total, products, queries = torch.split(sums, [dim, dim, dim * dim, dim * dim], dim=-1)
+    torch.testing.assert_close(first, keys[:, :, 0] + pool[4, ..., 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total, keys[:, :, 1:].sum(2), rtol=1e-4, atol=1e-5)
+    expected = keys[:, :, 1:].transpose(-1, -2) @ keys[:, :, 1:]
+    torch.testing.assert_close(products.view(expected.shape), expected, rtol=1e-4, atol=1e-5)
+    assert queries.view(expected.shape).diagonal(dim1=-2, dim2=-1).gt(0).all()
 
 
 def test_frames_are_the_same_each_time(tmp_path: Path) -> None:

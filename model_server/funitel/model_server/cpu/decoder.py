@@ -18,7 +18,7 @@ from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
-from funitel.model_server.kv_cache.key_frames import frames_of
+from funitel.model_server.kv_cache.key_frames import frames_of, num_sums
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.kv_cache.precision import KvCodes, KvDtype
 from funitel.model_server.sampling.grammar import TokenMasks
@@ -113,14 +113,15 @@ class FusedDecoder:
     def observe_keys(self) -> None:
         """Add up the queries and keys of the forwards to come."""
         dim = self._spec.head_dim
-        self._sums = torch.zeros(self.program.num_kv_layers, self.program.num_kv_heads, dim * (1 + 2 * dim)).double()
+        shape = self.program.num_kv_layers, self.program.num_kv_heads, num_sums(dim)
+        self._sums = torch.zeros(shape, dtype=torch.float64)
         self._engine.observe(self._sums)
 
-    def frame_keys(self, num_tokens: int) -> None:
-        """Set the frames of keys by what was observed of so many tokens."""
+    def frame_keys(self, num_tokens: int, num_first: int) -> None:
+        """Set the frames of keys by what was observed, of so many first tokens of sequences and so many others."""
         assert self._sums is not None
         self._engine.observe(None)
-        frames = frames_of(self._sums, num_tokens, self._spec.head_dim)
+        frames = frames_of(self._sums, num_tokens, num_first, self._spec.head_dim)
         self._engine.set_key_frames(*frames)
         self.frames_digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in frames)).hexdigest()[:16]
         self._sums = None

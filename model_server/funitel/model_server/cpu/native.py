@@ -194,7 +194,7 @@ def load_library(cache_dir: Path, instruction_set: str | None = None) -> ctypes.
         "funitel_turn": (number, [address, address, number, ctypes.c_float, number]),
         "funitel_mixture": (number, [address, address]),
         "funitel_observe": (None, [address, address]),
-        "funitel_key_frames": (number, [address, address, address, address, size, size]),
+        "funitel_key_frames": (number, [address, address, address, address, address, size, size]),
         "funitel_layer_bytes": (size, [address]),
         "funitel_bytes_read": (size, [address]),
         "funitel_program": (None, [address, address, number]),
@@ -304,15 +304,17 @@ class NativeEngine:
         """Add up queries and keys of the steps to come in float64 `sums`, see `key_frames`; None to stop."""
         self._library.funitel_observe(self._handle, None if sums is None else sums.data_ptr())
 
-    def set_key_frames(self, shifts: torch.Tensor, key_maps: torch.Tensor, query_maps: torch.Tensor) -> None:
+    def set_key_frames(
+        self, shifts: torch.Tensor, first_shifts: torch.Tensor, key_maps: torch.Tensor, query_maps: torch.Tensor
+    ) -> None:
         """Change keys before they become codes, and queries so that their products stay; contiguous float32.
 
         Args:
-            shifts: [layers, heads, dim], what is taken away from keys.
+            shifts, first_shifts: [layers, heads, dim], what is taken away from keys, and from that of the first token.
             key_maps, query_maps: [layers, heads, dim, dim], by which keys and queries are multiplied from the left.
         """
         maps = [each.transpose(-1, -2).contiguous() for each in (key_maps, query_maps)]  # input by input
-        pointers = [each.data_ptr() for each in (shifts, *maps)]
+        pointers = [each.data_ptr() for each in (shifts, first_shifts, *maps)]
         _checked(self._library.funitel_key_frames(self._handle, *pointers, shifts.numel(), key_maps.numel()), "weights")
 
     @property

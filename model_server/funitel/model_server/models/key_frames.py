@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 TEXT = Path(files.__file__).with_name("calibration.txt")
 WINDOW, NUM_WINDOWS = 256, 4  # tokens that are computed together
+NUM_FIRST = 32  # tokens that are computed as the first ones of a sequence, besides those of the windows
 
 
 @torch.inference_mode()
@@ -38,18 +39,26 @@ def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -
         return ""
     begin = time.perf_counter()
     window = min(WINDOW, context)
-    tokens = codec.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=True)[: window * NUM_WINDOWS]
+    text = TEXT.read_text(encoding="utf-8")
+    tokens = codec.encode(text, add_special_tokens=True)[: window * NUM_WINDOWS]
+    lines = [line for line in text.splitlines() if line.strip()]
+    encoded = (codec.encode(line, add_special_tokens=True) for line in lines[:: -(-len(lines) // NUM_FIRST)])
+    first = [ids[:1] for ids in encoded if ids]
     size = pools.block_size
-    table = np.arange(1, 1 + -(-window // size), dtype=np.int32)
+    table = np.arange(1, 1 + max(len(first), -(-window // size)), dtype=np.int32)
     cache = pools.make(len(table) + 1)
+    windows = [tokens[start : start + window] for start in range(0, len(tokens), window)]
+    steps = [[RowSpan(each, 0, table)] for each in windows]
+    steps.append([RowSpan(each, 0, table[i : i + 1]) for i, each in enumerate(first)])
     for each in decoders:
         each.observe_keys()
-    for start in range(0, len(tokens), window):
-        row = RowSpan(tokens[start : start + window], 0, table)
-        forward(ForwardBatch.build([row], size, torch.device("cpu")), cache)
+    for rows in steps:
+        forward(ForwardBatch.build(rows, size, torch.device("cpu")), cache)
+    num_first = len(windows) + len(first)
     for each in decoders:
-        each.frame_keys(len(tokens))
+        each.frame_keys(len(tokens) - len(windows), num_first)
     seconds = time.perf_counter() - begin
     digests = " ".join(each.frames_digest for each in decoders)
-    logger.info("keys are framed for uint4: tokens=%d seconds=%.1f digest=%s", len(tokens), seconds, digests)
+    message = "keys are framed for uint4: tokens=%d seconds=%.1f digest=%s"
+    logger.info(message, len(tokens) + len(first), seconds, digests)
     return digests

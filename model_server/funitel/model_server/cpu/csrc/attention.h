@@ -107,6 +107,7 @@ inline void finish(const Gathered& all, float* out, int head_dim) {
 struct LevelQuery {
     float size, sum;    // of a level; of all levels, as numbers
     float shift;        // of all scores
+    float first_shift;  // of the score of the first token, besides
     int32_t totals[2];  // negative sums of low and of high levels
 };
 
@@ -446,14 +447,16 @@ inline void attend_part(const Paged<typename Kernel::Number>& paged, int head, i
 }
 
 // What is taken away from keys before they become codes, and maps of keys and of queries that leave their products what
-// they are. Of one layer, [num_kv_heads][dim] and [num_kv_heads][dim][dim]; null for none.
+// they are. The first token of a sequence has a shift of its own: its key is much the same whatever it is, large, and far
+// from all others, as it takes what attention is left over. Source: Xiao et al., Efficient Streaming Language Models with
+// Attention Sinks, arXiv 2309.17453. Of one layer, [num_kv_heads][dim] and [num_kv_heads][dim][dim]; null for none.
 struct KeyFrame {
-    const float *shift = nullptr, *key_map = nullptr, *query_map = nullptr;
+    const float *shift = nullptr, *first_shift = nullptr, *key_map = nullptr, *query_map = nullptr;
 
     KeyFrame of_head(int head, int dim) const {
         if (shift == nullptr) return {};
-        const size_t size = size_t(dim) * dim;
-        return {shift + size_t(head) * dim, key_map + head * size, query_map + head * size};
+        const size_t first = size_t(head) * dim, map = first * dim;
+        return {shift + first, first_shift + first, key_map + map, query_map + map};
     }
 };
 

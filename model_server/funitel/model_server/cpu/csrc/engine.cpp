@@ -60,7 +60,7 @@ class Engine {
 
     // Of the keys of all layers, [num_layers] times what a KeyFrame has; empty for none.
     struct KeyFrames {
-        std::vector<float> shifts, key_maps, query_maps;
+        std::vector<float> shifts, first_shifts, key_maps, query_maps;
     };
     KeyFrames key_frames;
 
@@ -519,7 +519,8 @@ class Engine {
         if (key_frames.shifts.empty()) return {};
         const size_t count = size_t(shape_.num_kv_heads) * shape_.head_dim, first = count * layer;
         const size_t map = first * shape_.head_dim;
-        return {&key_frames.shifts[first], &key_frames.key_maps[map], &key_frames.query_maps[map]};
+        const KeyFrames& all = key_frames;
+        return {&all.shifts[first], &all.first_shifts[first], &all.key_maps[map], &all.query_maps[map]};
     }
 
     void rotate_heads(const Operation& operation) {
@@ -547,23 +548,29 @@ class Engine {
         if (observed != nullptr) observe(operation.a);
     }
 
-    // Add up queries, keys and their products with themselves, head by head: see `funitel_observe`.
+    // Add up keys, their products with themselves and those of queries, head by head: see `funitel_observe`.
     void observe(int layer) {
         const int dim = shape_.head_dim, num_kv = shape_.num_kv_heads;
         const size_t square = size_t(dim) * dim;
         for_each(threads_, num_kv, [&](int h, int) {
-            double* target = observed + (size_t(layer) * num_kv + h) * (dim + 2 * square);
-            std::vector<float> sum(dim), keys(square + kLanes), queries(square + kLanes);
+            double* target = observed + (size_t(layer) * num_kv + h) * 2 * (dim + square);
+            std::vector<float> first(dim), sum(dim), keys(square + kLanes), queries(square + kLanes);
             for (int token = 0; token < num_rows_; token++) {
                 const float* heads = qkv_.as<float>() + size_t(token) * qkv_size();
                 const float* key = heads + (shape_.num_heads + h) * dim;
-                for (int i = 0; i < dim; i++) sum[i] += key[i];
+                float* own = layout_.positions[token] == 0 ? first.data() : sum.data();
+                for (int i = 0; i < dim; i++) own[i] += key[i];
+                if (layout_.positions[token] == 0) continue;
                 add_products(key, dim, keys.data());
                 for (int g = 0; g < group(); g++) add_products(heads + (h * group() + g) * dim, dim, queries.data());
             }
-            for (int i = 0; i < dim; i++) target[i] += sum[i];
-            for (size_t i = 0; i < square; i++) target[dim + i] += keys[i];
-            for (size_t i = 0; i < square; i++) target[dim + square + i] += queries[i];
+            auto leave = [&](const std::vector<float>& source, size_t count) {
+                for (size_t i = 0; i < count; i++) *target++ += source[i];
+            };
+            leave(first, dim);
+            leave(sum, dim);
+            leave(keys, square);
+            leave(queries, square);
         });
     }
 
@@ -836,17 +843,18 @@ int32_t ENTRY(funitel_mixture)(Engine* engine, const funitel::Mixture* mixture) 
     }
 }
 
-// Add up queries and keys of the steps to come, for each layer and KV head: keys [head_dim], their products with
-// themselves [head_dim, head_dim], and those of queries. Null to stop.
+// Add up queries and keys of the steps to come, for each layer and KV head: keys of the first tokens of sequences
+// [head_dim]; and of the other tokens keys [head_dim], their products with themselves [head_dim, head_dim], and those of
+// queries. Null to stop.
 void ENTRY(funitel_observe)(Engine* engine, double* target) { engine->observed = target; }
 
 // Change keys before they become codes: see KeyFrame, of all layers one after the other. Maps lie input by input.
 // Returns 0 or kNoMemory.
-int32_t ENTRY(funitel_key_frames)(Engine* engine, const float* shifts, const float* key_maps, const float* query_maps,
-                                  int64_t num_shifts, int64_t num_maps) {
+int32_t ENTRY(funitel_key_frames)(Engine* engine, const float* shifts, const float* first_shifts, const float* key_maps,
+                                  const float* query_maps, int64_t num_shifts, int64_t num_maps) {
     try {
-        engine->key_frames = {{shifts, shifts + num_shifts}, {key_maps, key_maps + num_maps},
-                              {query_maps, query_maps + num_maps}};
+        engine->key_frames = {{shifts, shifts + num_shifts}, {first_shifts, first_shifts + num_shifts},
+                              {key_maps, key_maps + num_maps}, {query_maps, query_maps + num_maps}};
         return 0;
     } catch (const std::bad_alloc&) {
         return funitel::kNoMemory;

@@ -145,7 +145,7 @@ struct CodePages {
     void write(int position, int head, const float* key, const float* value) const {
         const int block = position / block_size, offset = position % block_size, padded = padded_dim();
         alignas(64) float x[kMostDim];
-        enter_key(head, key, x);
+        enter_key(position, head, key, x);
         write_key(keys(block, head), offset, HeadCodes<Bits>(x, head_dim, padded), padded);
         std::copy_n(value, head_dim, x);
         std::fill(x + head_dim, x + padded, 0.0f);
@@ -166,13 +166,14 @@ struct CodePages {
     }
 
   private:
-    void enter_key(int head, const float* key, float* target) const {
+    void enter_key(int position, int head, const float* key, float* target) const {
         const KeyFrame own = frame.of_head(head, head_dim);
         if (own.key_map == nullptr) {
             std::copy_n(key, head_dim, target);
         } else {
+            const float* shift = position == 0 ? own.first_shift : own.shift;
             float moved[kMostDim];
-            for (int d = 0; d < head_dim; d++) moved[d] = key[d] - own.shift[d];
+            for (int d = 0; d < head_dim; d++) moved[d] = key[d] - shift[d];
             apply_map(own.key_map, moved, head_dim, target);
         }
         std::fill(target + head_dim, target + padded_dim(), 0.0f);
@@ -265,12 +266,17 @@ inline void set_query_levels(const CodePages<Bits>& pages, int head, Scratch& s,
     own.sum = own.size * static_cast<float>(high_total * kPlaneBase + low_total);
     own.totals[0] = -low_total;
     own.totals[1] = -high_total;
-    own.shift = 0.0f;
+    own.shift = own.first_shift = 0.0f;
     const KeyFrame frame = pages.frame.of_head(head, dim);
     if (frame.shift != nullptr) {
-        F16 product = splat(0.0f);
-        for (int d = 0; d < dim; d += kLanes) product = fma(load(query + d, dim - d), load(frame.shift + d, dim - d), product);
+        F16 product = splat(0.0f), first = splat(0.0f);
+        for (int d = 0; d < dim; d += kLanes) {
+            const F16 some = load(query + d, dim - d), shift = load(frame.shift + d, dim - d);
+            product = fma(some, shift, product);
+            first = fma(some, sub(load(frame.first_shift + d, dim - d), shift), first);
+        }
         own.shift = sum(product);
+        own.first_shift = sum(first);
     }
 }
 
@@ -542,6 +548,9 @@ inline void attend_codes(const CodePages<Bits>& pages, int head, int from, int t
             if (token >= seen.highest) break;
             score_code_queries(pages, keys, offset, std::min(kLanes, size - offset), s, all.count, s.scores + (token - from));
         }
+    }
+    if (seen.lowest == 0) {
+        for (int q = 0; q < all.count; q++) s.scores[size_t(q) * s.stride] += s.level_queries[q].first_shift;
     }
     std::memset(s.values, 0, size_t(all.count) * pages.head_dim * sizeof(float));
     for (int q = 0; q < all.count; q++) {
