@@ -373,6 +373,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "device": st.sampled_from(DEVICES),
     "dtype": st.none() | st.sampled_from(DTYPES),
     "quantize": st.none() | st.sampled_from(QUANTIZATIONS),
+    "quantize_tensors": st.none() | TEXT,
     "activation_dtype": st.sampled_from(ACTIVATION_DTYPES),
     "kv_cache_dtype": st.none() | st.sampled_from(KV_CACHE_DTYPES),
     "rope_scaling": st.sampled_from([None, "linear"]),

@@ -45,7 +45,7 @@ GROUPS: tuple[SettingGroup, ...] = (
     _group(
         "precision",
         "Precision and quantisation",
-        "dtype quantize method tier",
+        "dtype quantize quantize_tensors method to tensor inferflow_levels tier",
         "activation_dtype kv_cache_dtype rope_scaling rope_factor",
     ),
     _group(
