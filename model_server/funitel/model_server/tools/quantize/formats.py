@@ -134,3 +134,12 @@ def _version() -> str:
         return version("funitel")
     except PackageNotFoundError:
         return "unknown"
+
+
+def without_sparsity(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a checkpoint that is not quantised, less the description of sparse tensors, then dense."""
+    keys = ("quantization_config", "compression_config")
+    sparse = [
+        key for key in keys if isinstance(config.get(key), dict) and config[key].get("quant_method") == COMPRESSED
+    ]
+    return {key: value for key, value in config.items() if key not in sparse}
