@@ -210,6 +210,10 @@ def test_the_flag_must_fit_the_checkpoint() -> None:
     int8 = Quantization(method="compressed-tensors", bits=8, group_size=-1)
     for asked, found in ((None, None), (None, gptq), ("gptq", gptq), ("int8", int8), ("compressed-tensors", int8)):
         check_flag(asked, found)
+    for found in (gptq, int8):
+        check_flag("marlin", found)
+    with pytest.raises(SettingsError, match="--quantize marlin: .* those of this checkpoint are not; --quantize int8"):
+        check_flag("marlin", None)
     with pytest.raises(SettingsError, match="--quantize gguf: blocks of a GGUF .* on a CPU only"):
         check_flag("gguf", None)
     with pytest.raises(SettingsError, match="--quantize gptq: the weights of this checkpoint are not quantised"):

@@ -97,9 +97,14 @@ def test_a_shard_serves_what_was_written_and_checks_the_flag(tmp_path: Path, mod
     for method in set(QUANTIZE_METHODS) - {"none"}:
         run(model, tmp_path / method, method)
         executor = load_executor(tmp_path / method, quantize=method)
-        assert len(ids_of(run_alone(executor, start(1, PROMPTS[0])))) == 8
+        found = ids_of(run_alone(executor, start(1, PROMPTS[0])))
+        assert len(found) == 8
+        named_by_kernel = load_executor(tmp_path / method, quantize="marlin")
+        assert ids_of(run_alone(named_by_kernel, start(1, PROMPTS[0]))) == found
         with pytest.raises(SettingsError, match=f"this checkpoint is quantised as {method}"):
             load_executor(tmp_path / method, quantize="int8" if method != "int8" else "q4")
+    with pytest.raises(SettingsError, match="--quantize marlin: it names kernels"):
+        load_executor(model, quantize="marlin")
 
 
 def test_the_folder_is_complete(tmp_path: Path, model: Path) -> None:
