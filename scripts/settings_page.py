@@ -72,7 +72,8 @@ all, `--help=GROUP` those of a group and `--help=WORD` those whose name, variabl
 
 Every flag and variable of text-generation-inference is accepted, in one of three classes. *Honoured* ones are in the
 tables of the five programs; some values have [another name](#values-of-tgi-with-another-name) here. Those
-[accepted without effect](#accepted-without-effect) change no answer here and are logged when given. Those [refused](#refused) would change answers and end the program with exit code 1.
+[accepted without effect](#accepted-without-effect) change no answer here and are logged when given. Those
+[refused](#refused) would change answers and end the program with exit code 1.
 """
 
 SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
