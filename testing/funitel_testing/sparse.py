@@ -55,3 +55,56 @@ def sparsity(kind: str) -> Mapping[str, Any]:
         "sparsity_structure": "2:4" if "24" in kind else "unstructured",
         "targets": ["Linear"],
     }
+
+
+_KEPT = {(): (2, 3), (0,): (0, 2), (1,): (1, 2), (2,): (2, 3), (3,): (2, 3)}  # of fours with fewer than two values
+
+
+def marlin_24(codes: torch.Tensor, scales: torch.Tensor, stem: str, *, bits: int) -> Tensors:
+    """`marlin-24` of codes [outputs, inputs], half of their range where a weight is zero, and scales [outputs, groups].
+
+    One integer at a time, from the description of a kernel's tiles and of CUTLASS' order of meta.
+    """
+    zero, per_word = 2 ** (bits - 1), 32 // bits
+    num_outputs, num_inputs = codes.shape
+    words = np.zeros((num_inputs // 32, num_outputs * bits // 2), dtype=np.uint32)
+    meta = np.zeros(num_outputs * num_inputs // 16, dtype=np.uint16)
+    for o, line in enumerate(codes.tolist()):
+        for four in range(num_inputs // 4):
+            some = line[4 * four : 4 * four + 4]
+            found = tuple(i for i, code in enumerate(some) if code != zero)
+            kept = found if len(found) == 2 else _KEPT[found]
+            place = _meta_place(o, four // 4, num_outputs)
+            meta[place] |= (kept[0] | kept[1] << 2) << 4 * (four % 4)
+            for i in (0, 1):
+                row, place = _tile_place(2 * four + i, o, bits)
+                words[row, place // per_word] |= np.uint32(some[kept[i]] << bits * (place % per_word))
+    by_group = scales.t().contiguous()
+    if scales.shape[1] > 1 and 128 < num_inputs // 2:
+        order = [8 * i + j for i in range(num_outputs // 8) for j in (0, 4, 1, 5, 2, 6, 3, 7)]
+        by_group = by_group[:, order].contiguous()
+    return {
+        f"{stem}.weight_packed": torch.from_numpy(words.view(np.int32)),
+        f"{stem}.scale_packed": by_group,
+        f"{stem}.meta": torch.from_numpy(meta.view(np.int16)).reshape(num_inputs // 32, 2 * num_outputs),
+    }
+
+
+def _tile_place(k: int, o: int, bits: int) -> tuple[int, int]:
+    """Row of tiles, and place among its codes, of the code k of those that are stored of an output."""
+    row, k = divmod(k, 16)
+    tile, n = divmod(o, 64)
+    thread = n // 16 * 8 + n % 16 // 8 * 4 + k % 8 // 2
+    place = thread * 32 + n % 4 * 8 + n % 8 // 4 * 4 + k // 8 * 2 + k % 2
+    interleave = (0, 2, 4, 6, 1, 3, 5, 7) if bits == 4 else (0, 2, 1, 3)
+    size = len(interleave)
+    return row, tile * 1024 + place // size * size + interleave.index(place % size)
+
+
+def _meta_place(row: int, column: int, num_rows: int) -> int:
+    to = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 32 % 4 // 2 * 32 + row % 64 // 8 * 4
+    if to % 2 == 0 and column % 2 == 1:
+        to, column = to + 1, column - 1
+    elif to % 2 == 1 and column % 2 == 0:
+        to, column = to - 1, column + 1
+    return column // 2 * num_rows * 2 + to * 2 + column % 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from funitel.proto.errors import SettingsError
 
 GPTQ, AWQ, COMPRESSED, FP8 = "gptq", "awq", "compressed-tensors", "fp8"
-INT_QUANTIZED, NVFP4 = "int-quantized", "nvfp4"
+INT_QUANTIZED, MARLIN_24, NVFP4 = "int-quantized", "marlin-24", "nvfp4"
 Q4_GROUP = 32
 MARLIN = "marlin"
 """A value of `--quantize` that every quantised checkpoint fulfils: it names kernels of TGI."""

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.quantized.config import AWQ, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
+from funitel.model_server.quantized.config import (
+    AWQ,
+    COMPRESSED,
+    FP8,
+    GPTQ,
+    INT_QUANTIZED,
+    MARLIN_24,
+    NVFP4,
+    Quantization,
+)
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
 Config = Mapping[str, Any]
@@ -190,6 +199,15 @@ def _unpacked(weights: Config) -> Quantization:
     return _integers(weights, INT_QUANTIZED, (8,), ("group", "channel", "tensor"))
 
 
+def _marlin_24(weights: Config) -> Quantization:
+    """Integers of 2:4 sparse matrices in tiles, as their writer makes them."""
+    if weights.get("symmetric") is False:
+        raise UnsupportedModel(f"symmetric False is not supported with {MARLIN_24}; supported: True")
+    found = _integers(weights, MARLIN_24, (4, 8), ("group", "channel"))
+    _one_of("group_size", found.group_size, MARLIN_24, (-1, 128))
+    return found
+
+
 def _integers(weights: Config, method: str, widths: tuple[int, ...], strategies: tuple[str, ...]) -> Quantization:
     _one_of("type", weights.get("type"), COMPRESSED, ("int",))
     bits = _one_of("num_bits", weights.get("num_bits"), COMPRESSED, widths)
@@ -223,6 +241,7 @@ _FORMATS: Mapping[str, Callable[[Config], Quantization]] = {
     "int-quantized": _unpacked,
     "float-quantized": _float8,
     "naive-quantized": _float8,
+    "marlin-24": _marlin_24,
     "nvfp4-pack-quantized": _float4,
 }
 
