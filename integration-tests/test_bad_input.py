@@ -192,6 +192,16 @@ SPOILED_PUBLISHED: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]
         lambda folder: _spoil_tensor(folder, f"{_DOWN}.weight_global_scale", _first_set_to(0.0)),
         (f"{_DOWN}.weight_global_scale", "one number > 0", "0.0"),
     ),
+    "mask of sparse float8 that is not 2:4": (
+        "fp8_sparse_24",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.bitmask", _first_set_to(255)),
+        (f"{_DOWN}.bitmask", "not 2:4"),
+    ),
+    "values of sparse floats that are fewer": (
+        "sparse_24",
+        lambda folder: _spoil_tensor(folder, f"{_DOWN}.compressed", lambda tensor: tensor[:, 1:].contiguous()),
+        (f"{_DOWN}.compressed", "[192, 151]", "expected [192, 152]"),
+    ),
     "unknown method": ("gptq", _quantised_as(quant_method="exl3"), ("quant_method 'exl3'", "supported: gptq, awq")),
     "unknown bits": ("gptq", _quantised_as(bits=3), ("quantization_config", "bits 3", "supported: 2, 4, 8")),
     "impossible group": ("gptq", _quantised_as(group_size=0), ("quantization_config", "group_size", "-1 or > 0", "0")),

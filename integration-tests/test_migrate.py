@@ -16,7 +16,7 @@ import yaml
 
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.settings.options import flag_of
-from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES
+from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, TRANSLATED_VALUES
 from funitel.router.telemetry import metrics
 from funitel_testing.servers import Server, free_port, run_launcher
 from funitel_testing.truth import Truth
@@ -89,9 +89,19 @@ def test_the_table_of_refused_flags_is_the_code() -> None:
         if "launcher" in row.flag
     ]
     for name, values in REFUSED_VALUES.items():
-        (why,) = set(values.values())
-        rows.append(f"| `{flag_of(name)}` | {', '.join(f'`{value}`' for value in values)} | {why} |")
+        for why in dict.fromkeys(values.values()):
+            named = ", ".join(f"`{value}`" for value, reason in values.items() if reason == why)
+            rows.append(f"| `{flag_of(name)}` | {named} | {why} |")
     assert table("| flag | values |") == rows
+
+
+def test_the_table_of_values_with_another_name_is_the_code() -> None:
+    rows = [
+        f"| `{flag_of(name)}` | `{value}` | `{meant.value}` | {meant.why} |"
+        for name, values in TRANSLATED_VALUES.items()
+        for value, meant in values.items()
+    ]
+    assert table("| flag | TGI's value |") == rows
 
 
 def test_flags_said_to_differ_are_honoured() -> None:
@@ -114,7 +124,7 @@ def test_metrics_named_on_the_page_exist() -> None:
 def test_a_flag_that_cannot_be_honoured_is_refused_with_the_line_of_the_page(tiny_model: Path) -> None:
     given = {"MODEL_ID": str(tiny_model), "TGI_PORT": str(free_port())}
     service = service_of(BEFORE, given)
-    ended = run_launcher(*service.command, "--quantize", "eetq", environ=service.environ)
+    ended = run_launcher(*service.command, "--quantize", "exl2", environ=service.environ)
     (shown,) = re.findall(r"```text\n *(error: .*)\n", PAGE)
     assert (ended.code, ended.last_line) == (1, shown)
 

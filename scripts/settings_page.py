@@ -27,7 +27,15 @@ from funitel.model_server.settings import (
 )
 from funitel.proto.settings.groups import GROUPS
 from funitel.proto.settings.options import flag_of, variable_of
-from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Program, Refused, TgiFlag
+from funitel.proto.settings.tgi_flags import (
+    INERT,
+    REFUSED,
+    REFUSED_VALUES,
+    TRANSLATED_VALUES,
+    Program,
+    Refused,
+    TgiFlag,
+)
 from funitel.router.settings import RouterSettings
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -63,8 +71,9 @@ The settings of a program are in the groups that its `--help` has: `--help` alon
 all, `--help=GROUP` those of a group and `--help=WORD` those whose name, variable or description contains a word.
 
 Every flag and variable of text-generation-inference is accepted, in one of three classes. *Honoured* ones are in the
-tables of the five programs. Those [accepted without effect](#accepted-without-effect) change no answer here and are
-logged when given. Those [refused](#refused) would change answers and end the program with exit code 1.
+tables of the five programs; some values have [another name](#values-of-tgi-with-another-name) here. Those
+[accepted without effect](#accepted-without-effect) change no answer here and are logged when given. Those
+[refused](#refused) would change answers and end the program with exit code 1.
 """
 
 SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
@@ -171,7 +180,18 @@ PROGRAMS: tuple[Program, ...] = ("launcher", "router", "shard", "download", "qua
 def page() -> str:
     """The whole page."""
     sections = [f"## {title}\n\n{text}\n\n" + "\n".join(table(cls)) + "\n" for title, text, cls in SECTIONS]
-    return "\n".join([HEAD, *sections, inert_section(), refused_section()])
+    return "\n".join([HEAD, *sections, translated_section(), inert_section(), refused_section()])
+
+
+def translated_section() -> str:
+    """The values of TGI that have another name here."""
+    rows = [
+        f"| `{flag_of(name)}`, `{name.upper()}` | `{value}` | `{meant.value}` | {sentence(meant.why)} |"
+        for name, values in TRANSLATED_VALUES.items()
+        for value, meant in values.items()
+    ]
+    head = "| flag and variable | TGI's value | taken as | why |\n| --- | --- | --- | --- |"
+    return f"## Values of TGI with another name\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def inert_section() -> str:

@@ -1,146 +1,136 @@
-"""Blocks of weights in NumPy, one at a time, written from the published description alone; see `block_formats`.
+"""Reference decoder of GGUF's quantised types, one number at a time, written from their documented layout.
 
-The description: blocks of B consecutive weights of a row, computed in float32, with lo and hi the smallest and the
-largest. Type A: scale = (hi - lo) / D, code = floor((w - lo) / scale + 0.5), base = lo. Type B: scale = (hi - lo) /
-2^k, base = lo + scale / 2, code = floor((w - lo) / scale + 1e-4). Scale and base are stored as float16. Codes are
-computed with scales that are not rounded.
+Source: the structs in ggml's `ggml-common.h`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
-ONE = np.float32(1)
+Numbers = Iterator[float]
 
 
-def nibbles(codes: list[int]) -> bytes:
-    """Neighbours together, the even one in the low half."""
-    return bytes((codes[i] & 15) | (codes[i + 1] & 15) << 4 for i in range(0, len(codes), 2))
+def _half(block: bytes, at: int) -> float:
+    return float(struct.unpack_from("<e", block, at)[0])
 
 
-def two_bits(codes: list[int]) -> bytes:
-    """Four in a byte, from low to high."""
-    return bytes(sum((codes[i + j] & 3) << 2 * j for j in range(4)) for i in range(0, len(codes), 4))
+def _nibble(block: bytes, at: int, i: int) -> int:
+    """Of 32 numbers in 16 bytes: the first 16 in the low halves, the others in the high ones."""
+    return block[at + i % 16] >> (4 * (i // 16)) & 15
 
 
-def one_bit(codes: list[int]) -> bytes:
-    """Eight in a byte, from low to high."""
-    return bytes(sum((codes[i + j] & 1) << j for j in range(8)) for i in range(0, len(codes), 8))
+def _q4_0(block: bytes) -> Numbers:
+    return (_half(block, 0) * (_nibble(block, 2, i) - 8) for i in range(32))
 
 
-def pairs(codes: list[int]) -> bytes:
-    """The 3.5-bit scheme: bit 6 of 32 pairs in 4 bytes, bits 4 and 5 in 8 bytes, bits 0 to 3 in 16 bytes."""
-    numbers = [codes[2 * i] + 11 * codes[2 * i + 1] for i in range(32)]
-    return one_bit([n >> 6 for n in numbers]) + two_bits([n >> 4 for n in numbers]) + nibbles(numbers)
+def _q4_1(block: bytes) -> Numbers:
+    return (_half(block, 0) * _nibble(block, 4, i) + _half(block, 2) for i in range(32))
 
 
-def q5_of_32(codes: list[int]) -> bytes:
-    """Top bits, then byte j with weight j in the low half and weight j + 16 in the high one."""
-    return one_bit([c >> 4 for c in codes]) + bytes((codes[j] & 15) | (codes[j + 16] & 15) << 4 for j in range(16))
+def _fifth(block: bytes, at: int, i: int) -> int:
+    return (block[at + i // 8] >> (i % 8) & 1) << 4
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One row of the table: inputs of a block, D or 2^k, and how codes lie."""
-
-    inputs: int
-    levels: int
-    pack: Callable[[list[int]], bytes]
-    is_middle: bool = False
-    scale_first: bool = False
+def _q5_0(block: bytes) -> Numbers:
+    return (_half(block, 0) * ((_nibble(block, 6, i) | _fifth(block, 2, i)) - 16) for i in range(32))
 
 
-LAYOUTS = {
-    "q8_b32t1": Layout(32, 255, bytes),
-    "q6_b64t1": Layout(64, 63, lambda c: two_bits([x >> 4 for x in c]) + nibbles(c)),
-    "q5_b64t1": Layout(64, 31, lambda c: one_bit([x >> 4 for x in c]) + nibbles(c)),
-    "q5_b32t1": Layout(32, 31, q5_of_32, scale_first=True),
-    "q4_b32t1a": Layout(32, 15, nibbles),
-    "q4_b32t1b": Layout(32, 16, nibbles, is_middle=True),
-    "q4_b64t1": Layout(64, 15, nibbles),
-    "q3h_b64t1": Layout(64, 10, pairs),
-    "q3_b32t1a": Layout(32, 7, lambda c: one_bit([x >> 2 for x in c]) + two_bits(c)),
-    "q3_b32t1b": Layout(32, 8, lambda c: one_bit([x >> 2 for x in c]) + two_bits(c), is_middle=True),
-    "q2_b32t1a": Layout(32, 3, two_bits),
-    "q2_b32t1b": Layout(32, 4, two_bits, is_middle=True),
+def _q5_1(block: bytes) -> Numbers:
+    return (_half(block, 0) * (_nibble(block, 8, i) | _fifth(block, 4, i)) + _half(block, 2) for i in range(32))
+
+
+def _q8_0(block: bytes) -> Numbers:
+    return (_half(block, 0) * struct.unpack_from("b", block, 2 + i)[0] for i in range(32))
+
+
+def _two_bits(block: bytes, at: int, i: int) -> int:
+    """Of 256 numbers in 64 bytes: each 32 bytes hold four times 32 numbers, pair of bits by pair of bits."""
+    half, rest = divmod(i, 128)
+    return block[at + 32 * half + rest % 32] >> (2 * (rest // 32)) & 3
+
+
+def _q2_k(block: bytes) -> Numbers:
+    scale, least = _half(block, 80), _half(block, 82)
+    for i in range(256):
+        packed = block[i // 16]
+        yield np.float32(scale * (packed & 15)) * _two_bits(block, 16, i) - np.float32(least * (packed >> 4))
+
+
+def _q3_k(block: bytes) -> Numbers:
+    for i in range(256):
+        group = i // 16
+        low = block[96 + group % 8] >> (4 * (group // 8)) & 15
+        scale = (low | (block[104 + group % 4] >> (2 * (group // 4)) & 3) << 4) - 32
+        third = block[i % 32] >> (i // 32) & 1
+        yield np.float32(_half(block, 108) * scale) * (_two_bits(block, 32, i) - (0 if third else 4))
+
+
+def _six_bits(block: bytes, at: int, group: int) -> tuple[int, int]:
+    """Scale and minimum of one of eight groups, packed into twelve bytes."""
+    if group < 4:
+        return block[at + group] & 63, block[at + 4 + group] & 63
+    low, above = block[at + 4 + group], (block[at + group - 4] >> 6, block[at + group] >> 6)
+    return low & 15 | above[0] << 4, low >> 4 | above[1] << 4
+
+
+def _four_bits(block: bytes, at: int, i: int) -> int:
+    """Of 256 numbers in 128 bytes: each 32 bytes hold 32 numbers in their low halves, then 32 in the high ones."""
+    return block[at + 32 * (i // 64) + i % 32] >> (4 * (i // 32 % 2)) & 15
+
+
+def _q4_k(block: bytes) -> Numbers:
+    for i in range(256):
+        scale, least = _six_bits(block, 4, i // 32)
+        code = _four_bits(block, 16, i)
+        yield np.float32(_half(block, 0) * scale) * code - np.float32(_half(block, 2) * least)
+
+
+def _q5_k(block: bytes) -> Numbers:
+    for i in range(256):
+        scale, least = _six_bits(block, 4, i // 32)
+        code = _four_bits(block, 48, i) | (block[16 + i % 32] >> (i // 32) & 1) << 4
+        yield np.float32(_half(block, 0) * scale) * code - np.float32(_half(block, 2) * least)
+
+
+def _q6_k(block: bytes) -> Numbers:
+    for i in range(256):
+        half, rest = divmod(i, 128)
+        low = block[64 * half + rest % 64] >> (4 * (rest // 64)) & 15
+        high = block[128 + 32 * half + rest % 32] >> (2 * (rest // 32)) & 3
+        scale = struct.unpack_from("b", block, 192 + i // 16)[0]
+        yield np.float32(_half(block, 208) * scale) * ((low | high << 4) - 32)
+
+
+# Type -> numbers and bytes of a block, where its 16-bit scales lie, and what it stands for.
+BLOCKS: dict[str, tuple[int, int, tuple[int, ...], Callable[[bytes], Numbers]]] = {
+    "Q4_0": (32, 18, (0,), _q4_0),
+    "Q4_1": (32, 20, (0, 2), _q4_1),
+    "Q5_0": (32, 22, (0,), _q5_0),
+    "Q5_1": (32, 24, (0, 2), _q5_1),
+    "Q8_0": (32, 34, (0,), _q8_0),
+    "Q2_K": (256, 84, (80, 82), _q2_k),
+    "Q3_K": (256, 110, (108,), _q3_k),
+    "Q4_K": (256, 144, (0, 2), _q4_k),
+    "Q5_K": (256, 176, (0, 2), _q5_k),
+    "Q6_K": (256, 210, (208,), _q6_k),
 }
-BYTES = {
-    "q8_b32t1": 36,
-    "q8_b32t2": 34,
-    "q6_b64t1": 52,
-    "q5_b64t1": 44,
-    "q5_b32t1": 24,
-    "q4_b32t1a": 20,
-    "q4_b32t1b": 20,
-    "q4_b64t1": 36,
-    "q3h_b64t1": 32,
-    "q3_b32t1a": 16,
-    "q3_b32t1b": 16,
-    "q2_b32t1a": 12,
-    "q2_b32t1b": 12,
-}
 
 
-def encode(name: str, weights: Floats, divisor: int | None = None) -> bytes:
-    """One block; `divisor` is D where it is not the natural one, and a scale below 1e-5 then zeroes all codes."""
-    w = weights.astype(np.float32)
-    if name == "q8_b32t2":
-        scale = np.float32(np.abs(w).max()) / np.float32(127)
-        codes = np.floor(w / scale + np.float32(0.5)) if scale else np.zeros_like(w)
-        if divisor is not None and scale < 1e-5:
-            codes = np.zeros_like(w)
-        return half(scale) + np.clip(codes, -128, 127).astype(np.int8).tobytes()
-    layout = LAYOUTS[name]
-    low, high = w.min(), w.max()
-    levels = divisor or layout.levels
-    scale = (high - low) / np.float32(levels)
-    is_constant = scale == 0 or (divisor is not None and scale < 1e-5)
-    base = low + scale / np.float32(2) if layout.is_middle else low
-    top = levels - 1 if layout.is_middle else levels
-    codes = np.zeros(len(w), dtype=np.int64)
-    if not is_constant:
-        offset = np.float32(1e-4) if layout.is_middle else np.float32(0.5)
-        codes = np.clip(np.floor((w - low) / scale + offset), 0, top).astype(np.int64)
-    head = half(scale) + half(base) if layout.scale_first else half(base) + half(scale)
-    return head + layout.pack([int(code) for code in codes])
+def random_blocks(kind: str, shape: tuple[int, int], seed: int, scale: float = 0.01) -> npt.NDArray[np.uint8]:
+    """Blocks of a matrix of `shape`: [outputs, bytes]; every bit is drawn but those of the scales, near `scale`."""
+    count, num_bytes, scales, _ = BLOCKS[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (shape[0], shape[1] // count, num_bytes), np.uint8)
+    for at in scales:
+        drawn = generator.uniform(0.2, 1, blocks.shape[:2]) * scale * generator.choice([-1, 1], blocks.shape[:2])
+        blocks[:, :, at : at + 2] = drawn.astype("<f2")[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
-def half(value: np.float32) -> bytes:
-    """As float16."""
-    return np.float16(value).tobytes()
-
-
-def decode(name: str, block: bytes) -> Floats:
-    """The weights of one block, bit by bit."""
-    if name == "q8_b32t2":
-        scale = np.frombuffer(block[:2], np.float16)[0].astype(np.float32)
-        return np.frombuffer(block[2:], np.int8).astype(np.float32) * scale
-    first, second = np.frombuffer(block[:4], np.float16).astype(np.float32)
-    scale, base = (first, second) if LAYOUTS[name].scale_first else (second, first)
-    codes = np.array(codes_of(name, block[4:]), dtype=np.float32)
-    return codes * scale + base
-
-
-def bit(data: bytes, place: int, count: int) -> int:
-    """`count` bits of a string of bits, the lowest of the first byte being the first."""
-    return int.from_bytes(data, "little") >> place & ((1 << count) - 1)
-
-
-def codes_of(name: str, data: bytes) -> list[int]:
-    """The codes behind scale and base."""
-    if name == "q8_b32t1":
-        return list(data)
-    if name == "q5_b32t1":
-        return [bit(data[4:], 8 * (i % 16) + i // 16 * 4, 4) | bit(data, i, 1) << 4 for i in range(32)]
-    if name == "q3h_b64t1":
-        numbers = [
-            bit(data[12:], 4 * i, 4) | bit(data[4:12], 2 * i, 2) << 4 | bit(data[:4], i, 1) << 6 for i in range(32)
-        ]
-        return [part for number in numbers for part in (number % 11, number // 11)]
-    inputs, bits = LAYOUTS[name].inputs, int(name[1])
-    low = 2 if bits in (2, 3) else 4
-    high, size = bits - low, inputs * (bits - low) // 8
-    return [bit(data[size:], low * i, low) | (bit(data, high * i, high) << low if high else 0) for i in range(inputs)]
+def values_of(kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """What rows of blocks stand for."""
+    _, num_bytes, _, read = BLOCKS[kind]
+    blocks = rows.reshape(-1, num_bytes)
+    return np.array([list(read(block.tobytes())) for block in blocks], np.float32).reshape(len(rows), -1)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from funitel_testing.packed import Layer, awq_tensors, compressed_tensors, gptq_tensors
+from funitel_testing.sparse import pruned_24, sparse_24, sparse_rows, sparsity
 from funitel_testing.zoo import LAYERS, VOCAB_SIZE, ZOO, Tiny
 
 Tensors = dict[str, torch.Tensor]
@@ -122,6 +123,19 @@ def _float4(weight: torch.Tensor, stem: str, *, is_modelopt: bool) -> tuple[Tens
     return {f"{stem}.{part}": tensor for part, tensor in parts.items()}, values
 
 
+def _halves(weight: torch.Tensor, stem: str) -> tuple[Tensors, torch.Tensor]:
+    """bfloat16."""
+    return {f"{stem}.weight": weight.bfloat16()}, weight.bfloat16().float()
+
+
+def _sparse(
+    weight: torch.Tensor, stem: str, *, pack: Pack, encode: Callable[[torch.Tensor, str], Tensors]
+) -> tuple[Tensors, torch.Tensor]:
+    """2:4 of another format, whose matrix is then stored without its zeros."""
+    tensors, values = pack(pruned_24(weight), stem)
+    return tensors | encode(tensors.pop(f"{stem}.weight"), stem), values
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublishedFormat:
     """How one kind of published checkpoint is quantised: its configuration, and its layers.
@@ -146,6 +160,15 @@ def _groups(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | N
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12.2",
+    }
+
+
+def _only_sparse(kind: str) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "sparsity_config": sparsity(kind),
         "transform_config": {},
         "version": "0.12.2",
     }
@@ -261,6 +284,30 @@ FORMATS: Mapping[str, PublishedFormat] = {
         error=0.12,
     ),
     "nvfp4_modelopt": PublishedFormat(config=_MODELOPT_CONFIG, pack=partial(_float4, is_modelopt=True), error=0.12),
+    "sparse_24": PublishedFormat(
+        config=_only_sparse("sparse-24-bitmask"), pack=partial(_sparse, pack=_halves, encode=sparse_24), error=0.45
+    ),
+    "sparse_rows": PublishedFormat(
+        config=_only_sparse("sparse-bitmask"), pack=partial(_sparse, pack=_halves, encode=sparse_rows), error=0.45
+    ),
+    "fp8_sparse_24": PublishedFormat(
+        config=_groups("float-quantized", _weights(8, "float", "channel", None))
+        | {"sparsity_config": sparsity("sparse-24-bitmask")},
+        pack=partial(_sparse, pack=partial(_float8, block=(1, -1), scale="weight_scale"), encode=sparse_24),
+        error=0.45,
+    ),
+    "int8_sparse_24": PublishedFormat(
+        config=_groups("int-quantized", _weights(8, "int", "channel", None))
+        | {"sparsity_config": sparsity("sparse-24-bitmask")},
+        pack=partial(_sparse, pack=_bytes, encode=sparse_24),
+        error=0.45,
+    ),
+    "int8_sparse_rows": PublishedFormat(
+        config=_groups("int-quantized", _weights(8, "int", "channel", None))
+        | {"sparsity_config": sparsity("sparse-bitmask")},
+        pack=partial(_sparse, pack=_bytes, encode=sparse_rows),
+        error=0.45,
+    ),
 }
 
 

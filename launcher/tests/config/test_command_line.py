@@ -45,7 +45,7 @@ def test_contradicting_settings_are_one_line_and_exit_code_1() -> None:
     ("argv", "environ", "line"),
     [
         (["--quantize", "exl2"], {}, "--quantize exl2 cannot be honoured: "),
-        ([], {"QUANTIZE": "eetq"}, "QUANTIZE=eetq cannot be honoured: "),
+        ([], {"QUANTIZE": "bitsandbytes-nf4"}, "QUANTIZE=bitsandbytes-nf4 cannot be honoured: "),
         (["--ngrok"], {}, "--ngrok cannot be honoured: "),
     ],
 )

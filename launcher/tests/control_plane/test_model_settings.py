@@ -108,6 +108,17 @@ def test_what_is_said_of_a_format_and_is_so_is_taken() -> None:
     assert launched(quantize="awq", variant={"format": "awq", "quantization": "awq"}).quantize == "awq"
 
 
+def test_a_value_of_tgis_is_taken_as_our_own_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "funitel"):
+        assert launched(quantize="bitsandbytes").quantize == "int8"
+        assert launched(quantize="marlin").quantize == "marlin"
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "--quantize bitsandbytes is taken as --quantize int8",
+        "--quantize marlin is taken",
+    ]
+    assert "--quantize a16w4" in refusal(quantize="bitsandbytes-nf4").message
+
+
 def test_flags_of_the_server_are_flags() -> None:
     later = {
         "wait_for_load",

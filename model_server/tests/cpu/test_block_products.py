@@ -12,7 +12,7 @@ from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind
 from funitel.model_server.hub.resolve import cache_folder
 from funitel.model_server.quantized.block_types import BlockType
-from funitel_testing import block_oracle, products
+from funitel_testing import inferflow_blocks, products
 
 Floats = npt.NDArray[np.float32]
 SETS = [name for name, needs, _ in compiler.INSTRUCTION_SETS if needs <= cpu_flags()]
@@ -52,12 +52,12 @@ def values_of(kind: MatrixKind, raw: npt.NDArray[np.uint8]) -> Floats:
     if kind >= MatrixKind.A16W8_G32:
         return group_values(kind, raw)
     if kind >= MatrixKind.Q8_B32T1:
-        name = next(each for each in block_oracle.BYTES if each.upper().startswith(kind.name))
-        size = block_oracle.BYTES[name]
+        name = next(each for each in inferflow_blocks.BYTES if each.upper().startswith(kind.name))
+        size = inferflow_blocks.BYTES[name]
         return np.stack(
             [
                 np.concatenate(
-                    [block_oracle.decode(name, row[i : i + size].tobytes()) for i in range(0, len(row), size)]
+                    [inferflow_blocks.decode(name, row[i : i + size].tobytes()) for i in range(0, len(row), size)]
                 )
                 for row in raw
             ]

@@ -19,7 +19,7 @@ from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier, choose_tier
+from funitel.model_server.cpu.precision import ActivationDtype, KvKind, MatrixKind, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.files.manifest import MANIFEST, VERIFIED
@@ -367,17 +367,17 @@ def test_settings_and_checkpoint_choose_the_tier(
 @pytest.mark.parametrize(
     ("tier", "activations", "block_size", "kind"),
     [
-        (Tier.FLOAT32, ActivationDtype.INT8, 16, MatrixKind.FLOAT32),
-        (Tier.FLOAT16, ActivationDtype.INT8, 16, MatrixKind.FLOAT16),
-        (Tier.BFLOAT16, ActivationDtype.INT16, 16, MatrixKind.BFLOAT16),
-        (Tier.INT8, ActivationDtype.INT8, 16, MatrixKind.BFLOAT16),
-        (Tier.INT8, ActivationDtype.INT16, 16, MatrixKind.FLOAT16),
-        (Tier.GGUF, ActivationDtype.INT8, 48, MatrixKind.BFLOAT16),
-        (Tier.GGUF, ActivationDtype.INT8, 1, MatrixKind.FLOAT16),
+        (Tier.FLOAT32, ActivationDtype.INT8, 16, KvKind.FLOAT32),
+        (Tier.FLOAT16, ActivationDtype.INT8, 16, KvKind.FLOAT16),
+        (Tier.BFLOAT16, ActivationDtype.INT16, 16, KvKind.BFLOAT16),
+        (Tier.INT8, ActivationDtype.INT8, 16, KvKind.BFLOAT16),
+        (Tier.INT8, ActivationDtype.INT16, 16, KvKind.FLOAT16),
+        (Tier.GGUF, ActivationDtype.INT8, 48, KvKind.BFLOAT16),
+        (Tier.GGUF, ActivationDtype.INT8, 1, KvKind.FLOAT16),
     ],
 )
 def test_keys_and_values_are_bfloat16_where_activations_are_rounded_and_sizes_are_even(
-    tier: Tier, activations: ActivationDtype, block_size: int, kind: MatrixKind, tmp_path: Path
+    tier: Tier, activations: ActivationDtype, block_size: int, kind: KvKind, tmp_path: Path
 ) -> None:
     spec = spec_of(read_json(save_tiny("llama", tmp_path) / "config.json"))
     assert tier.kv_kind(spec, block_size, activations) is kind

@@ -10,9 +10,9 @@ import torch
 from funitel.model_server.quantized.block_formats import FORMATS, BlockRules, format_of
 from funitel.model_server.settings.block_names import ALIASES, BLOCK_FORMATS
 from funitel.proto.errors import SettingsError
-from funitel_testing import block_oracle
+from funitel_testing import inferflow_blocks
 
-INFERFLOW = pytest.mark.parametrize("name", block_oracle.BYTES)
+INFERFLOW = pytest.mark.parametrize("name", inferflow_blocks.BYTES)
 GROUPS = [name for name in FORMATS if name.startswith("a16")]
 Floats = npt.NDArray[np.float32]
 
@@ -39,11 +39,11 @@ def test_the_names_are_those_of_the_formats() -> None:
 @INFERFLOW
 def test_bytes_are_those_of_the_description(name: str) -> None:
     chosen, weights = FORMATS[name], drawn(40, 512)
-    assert chosen.num_bytes == block_oracle.BYTES[name]
+    assert chosen.num_bytes == inferflow_blocks.BYTES[name]
     found = chosen.encode(torch.from_numpy(weights)).numpy()
     size = chosen.num_inputs
     for row, block in product(range(len(weights)), range(512 // size)):
-        expected = block_oracle.encode(name, weights[row, block * size : (block + 1) * size])
+        expected = inferflow_blocks.encode(name, weights[row, block * size : (block + 1) * size])
         assert found[row, block * chosen.num_bytes : (block + 1) * chosen.num_bytes].tobytes() == expected, (row, block)
 
 
@@ -53,7 +53,7 @@ def test_levels_may_be_those_of_inferflow(name: str, divisor: int) -> None:
     weights[4] *= 1e-6
     found = chosen.encode(torch.from_numpy(weights), is_inferflow=True).numpy().reshape(-1, chosen.num_bytes)
     for block, values in zip(found, weights.reshape(-1, chosen.num_inputs), strict=True):
-        assert block.tobytes() == block_oracle.encode(name, values, divisor)
+        assert block.tobytes() == inferflow_blocks.encode(name, values, divisor)
 
 
 @INFERFLOW
@@ -69,7 +69,7 @@ def test_what_is_read_is_what_the_description_says(name: str) -> None:
     found = chosen.decode(torch.from_numpy(raw), 4 * chosen.num_inputs).numpy()
     for row, values in zip(raw, found, strict=True):
         blocks = [row[i : i + chosen.num_bytes].tobytes() for i in range(0, len(row), chosen.num_bytes)]
-        assert np.array_equal(np.concatenate([block_oracle.decode(name, block) for block in blocks]), values)
+        assert np.array_equal(np.concatenate([inferflow_blocks.decode(name, block) for block in blocks]), values)
 
 
 def test_all_pairs_of_the_3_5_bit_scheme_come_back() -> None:

@@ -99,6 +99,17 @@ def test_bytes_of_compressed_tensors_and_its_rounded_activations_which_stay_as_t
     assert found_in(tmp_path, config={"quantization_config": config}) == found
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("kind", ["dense", "sparse-24-bitmask", "sparse-bitmask"])
+def test_sparse_weights_are_quantised_if_there_are_groups(kind: str, key: str, tmp_path: Path) -> None:
+    given = packed() | {"sparsity_config": {"format": kind, "sparsity_structure": "2:4"}}
+    assert found_in(tmp_path, config={key: given}) == found_in(tmp_path, config={key: packed()}) is not None
+    for groups in ({"config_groups": {}}, {"config_groups": None}):
+        assert found_in(tmp_path, config={key: given | groups}) is None
+    del given["config_groups"]
+    assert found_in(tmp_path, config={key: given}) is None
+
+
 def test_modelopt_float8(tmp_path: Path) -> None:
     found = found_in(tmp_path, hf_quant_config={"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
     assert found == Quantization(method="fp8", bits=8, group_size=-1)
@@ -139,8 +150,8 @@ def test_float8(tmp_path: Path) -> None:
         ({"config": {"quantization_config": packed(6)}}, "num_bits 6 is not supported .*; supported: 4, 8$"),
         ({"config": {"quantization_config": packed(strategy="tensor")}}, "strategy 'tensor' .*: group, channel$"),
         (
-            {"config": {"quantization_config": packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}}},
-            "sparsity_config.format 'sparse-24-bitmask' .*; supported: dense$",
+            {"config": {"quantization_config": packed() | {"sparsity_config": {"format": "sparse-8-16"}}}},
+            "sparsity_config.format 'sparse-8-16' .*; supported: dense, sparse-24-bitmask, sparse-bitmask$",
         ),
         (
             {"config": {"quantization_config": packed() | {"transform_config": {"config_groups": {"u": {}}}}}},
@@ -199,6 +210,10 @@ def test_the_flag_must_fit_the_checkpoint() -> None:
     int8 = Quantization(method="compressed-tensors", bits=8, group_size=-1)
     for asked, found in ((None, None), (None, gptq), ("gptq", gptq), ("int8", int8), ("compressed-tensors", int8)):
         check_flag(asked, found)
+    for found in (gptq, int8):
+        check_flag("marlin", found)
+    with pytest.raises(SettingsError, match="--quantize marlin: .* those of this checkpoint are not; --quantize int8"):
+        check_flag("marlin", None)
     with pytest.raises(SettingsError, match="--quantize gguf: blocks of a GGUF .* on a CPU only"):
         check_flag("gguf", None)
     with pytest.raises(SettingsError, match="--quantize gptq: the weights of this checkpoint are not quantised"):

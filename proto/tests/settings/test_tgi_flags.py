@@ -14,8 +14,16 @@ from typer.testing import CliRunner
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.errors import SettingsError
-from funitel.proto.settings.fields import as_command
-from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Program, TgiFlag, rows_of
+from funitel.proto.settings.fields import as_command, to_argv
+from funitel.proto.settings.tgi_flags import (
+    INERT,
+    REFUSED,
+    REFUSED_VALUES,
+    TRANSLATED_VALUES,
+    Program,
+    TgiFlag,
+    rows_of,
+)
 from funitel.router.settings import RouterSettings
 
 PROGRAMS: dict[Program, type[Any]] = {
@@ -415,8 +423,41 @@ def test_a_value_that_cannot_be_honoured_is_refused_however_it_is_given(
 
 def test_tgis_quantisers_are_all_known() -> None:
     option = inspect.signature(as_command(LauncherSettings, print, program="launcher")).parameters["quantize"]
-    for word in ("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes", "fp8"):
+    words = ("awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes", "fp8")
+    for word in (*words, "bitsandbytes-nf4", "bitsandbytes-fp4"):
         assert option.default.parser(word) == word
+
+
+TRANSLATED = [("eetq", "int8"), ("bitsandbytes", "int8"), ("marlin", "marlin")]
+
+
+@pytest.mark.parametrize("program", ["launcher", "shard"])
+@pytest.mark.parametrize(("value", "meant"), TRANSLATED)
+def test_a_value_with_another_name_here_is_taken_and_logged_however_it_is_given(
+    program: Program, value: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert {name: row.value for name, row in TRANSLATED_VALUES["quantize"].items()} == dict(TRANSLATED)
+    for argv, environ, given in (
+        (["--quantize", value], {}, f"--quantize {value}"),
+        ([], {"QUANTIZE": value}, f"QUANTIZE={value}"),
+        ([], {"FUNITEL_QUANTIZE": value}, f"FUNITEL_QUANTIZE={value}"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO", "funitel"):
+            settings = run(program, argv, environ).settings
+        assert settings == run(program, ["--quantize", meant]).settings
+        assert settings.quantize == meant
+        (line,) = (message for message in caplog.messages if message.startswith(given))
+        why = TRANSLATED_VALUES["quantize"][value].why
+        assert line == f"{given} is taken{'' if meant == value else f' as --quantize {meant}'}: {why}"
+
+
+def test_a_child_is_told_the_value_and_says_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    given = run("shard", ["--quantize", "marlin"]).settings
+    with caplog.at_level("INFO", "funitel"):
+        child = run("shard", [*to_argv(given, skip=["model_id"]), "--exit-with-parent", "1"]).settings
+    assert child.quantize == "marlin"
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The settings of one model: those of the server, changed by its registration and by the request of its launch."""
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -17,6 +18,8 @@ from funitel.proto.settings.options import flag_of, option_of, parse_bool
 from funitel.proto.settings.suggestions import did_you_mean
 from funitel.proto.settings.tgi_flags import Refused
 from funitel.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
 
 OWN_FIELDS: Mapping[str, str] = {
     "model_id": "model",
@@ -185,6 +188,9 @@ def _value(name: str, value: Any, field: str, own: Mapping[str, str] | None = No
         bounds = _BOUNDS.get(name, ANY)
         if isinstance(parsed, (int, float)) and not isinstance(parsed, bool) and parsed not in bounds:
             raise ValueError(f"must be {bounds}. Given: {parsed}")
+        if isinstance(parsed, str) and parsed in meta.translated:
+            logger.info(meta.translated[parsed].remark(name, f"{flag_of(name)} {parsed}"))
+            return meta.translated[parsed].value
         return parsed
     except (typer.BadParameter, ValueError) as error:
         reason = error.message if isinstance(error, typer.BadParameter) else str(error)

@@ -3,9 +3,20 @@
 from funitel.model_server.checkpoint.block_storage import BlockStorage
 from funitel.model_server.checkpoint.float_storages import Float4Storage, Float8Storage
 from funitel.model_server.checkpoint.integer_storages import AwqStorage, CompressedStorage, GptqStorage, IntegerStorage
+from funitel.model_server.checkpoint.marlin_24 import Marlin24Storage
 from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage
 from funitel.model_server.checkpoint.storage import Files, PlainStorage, Storage
-from funitel.model_server.quantized.config import AWQ, BLOCKS, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
+from funitel.model_server.quantized.config import (
+    AWQ,
+    BLOCKS,
+    COMPRESSED,
+    FP8,
+    GPTQ,
+    INT_QUANTIZED,
+    MARLIN_24,
+    NVFP4,
+    Quantization,
+)
 from funitel.model_server.quantized.published import parse_gptq
 
 _STORAGES: dict[str, type[QuantizedStorage]] = {
@@ -14,6 +25,7 @@ _STORAGES: dict[str, type[QuantizedStorage]] = {
     BLOCKS: BlockStorage,
     COMPRESSED: CompressedStorage,
     INT_QUANTIZED: IntegerStorage,
+    MARLIN_24: Marlin24Storage,
     FP8: Float8Storage,
     NVFP4: Float4Storage,
 }

@@ -1,8 +1,8 @@
 """Read the weights of a checkpoint by name, sliced per rank; refuse missing, unexpected and misshapen tensors.
 
 Reads safetensors, GGUF and PyTorch's own files, memory-mapped: no rank reads another rank's slices, and no more than
-one tensor is on its way at a time. Quantised layers come out in floating point. `decoder` asks for every tensor it
-needs and then calls `finish`, which refuses tensors that were not asked for.
+one tensor is on its way at a time. Quantised layers come out in floating point, sparse ones dense. `decoder` asks for
+every tensor it needs and then calls `finish`, which refuses tensors that were not asked for.
 """
 
 import math
@@ -18,6 +18,7 @@ from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
 from funitel.model_server.checkpoint.open_storages import TGI_TENSORS, gptq_tensors, open_storages
 from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage
+from funitel.model_server.checkpoint.sparse_tensor import dense_files
 from funitel.model_server.checkpoint.storage import (
     PlainStorage,
     Range,
@@ -94,6 +95,7 @@ class Weights:
         self.unexpected: list[str] = []  # tensors that were not asked for, known when finished
         for path in weight_files(folder):
             self._open(path)
+        self._files = dense_files(self._files)
         self.prefix = self._prefix_here(prefix)
         self._blocks = next((file for file in self._files.values() if isinstance(file, GgufTensorFile)), None)
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)

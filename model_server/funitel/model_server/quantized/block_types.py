@@ -45,6 +45,11 @@ class BlockType(Enum):
     def __init__(self, _name: str, num_inputs: int, num_bytes: int, scales: tuple[int, ...]) -> None:
         self.num_inputs, self.num_bytes, self.scales = num_inputs, num_bytes, scales
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether a GGUF may have it."""
+        return "_B" not in self.name and not self.name.startswith("A16")
+
     def row_bytes(self, num_inputs: int) -> int:
         """Bytes of one output."""
         return -(-num_inputs // self.num_inputs) * self.num_bytes

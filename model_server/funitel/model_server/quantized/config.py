@@ -9,8 +9,10 @@ from funitel.model_server.settings.block_names import ALIASES
 from funitel.proto.errors import SettingsError
 
 GPTQ, AWQ, COMPRESSED, FP8 = "gptq", "awq", "compressed-tensors", "fp8"
-INT_QUANTIZED, NVFP4, BLOCKS = "int-quantized", "nvfp4", "funitel-blocks"
+INT_QUANTIZED, MARLIN_24, NVFP4, BLOCKS = "int-quantized", "marlin-24", "nvfp4", "funitel-blocks"
 Q4_GROUP = 32
+MARLIN = "marlin"
+"""A value of `--quantize` that every quantised checkpoint fulfils: it names kernels of TGI."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,13 @@ def check_flag(asked: str | None, found: Quantization | None) -> None:
 
     Raises: `SettingsError`.
     """
-    if asked is None or (found is not None and asked in found.flags):
+    if asked is None or (found is not None and asked in (*found.flags, MARLIN)):
         return
+    if asked == MARLIN:
+        raise SettingsError(
+            "--quantize marlin: it names kernels for weights that are quantised already, as gptq, awq, fp8 or "
+            "compressed-tensors; those of this checkpoint are not; --quantize int8 makes them int8 as they are loaded"
+        )
     if asked == "gguf":
         raise SettingsError("--quantize gguf: blocks of a GGUF are kept as they are on a CPU only; give --device cpu")
     if found is None:

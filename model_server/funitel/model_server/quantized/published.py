@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.quantized.config import AWQ, BLOCKS, COMPRESSED, FP8, GPTQ, INT_QUANTIZED, NVFP4, Quantization
+from funitel.model_server.quantized.config import (
+    AWQ,
+    BLOCKS,
+    COMPRESSED,
+    FP8,
+    GPTQ,
+    INT_QUANTIZED,
+    MARLIN_24,
+    NVFP4,
+    Quantization,
+)
 from funitel.model_server.settings.block_names import BLOCK_FORMATS
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
@@ -22,10 +32,11 @@ _METHODS = (GPTQ, AWQ, BLOCKS, COMPRESSED, *_FLOAT8_METHODS, MXFP4, *_MODELOPT)
 _MODELOPT_FILE = "hf_quant_config.json"
 _GPTQ_BITS = (2, 4, 8)  # widths of which a 32-bit word holds a whole number
 _FLOAT4_GROUP = 16
+_SPARSITIES = ("dense", "sparse-24-bitmask", "sparse-bitmask")
 
 
 def find_quantization(folder: Path) -> Quantization | None:
-    """Read what a checkpoint folder says of its quantisation; None when it says nothing, or MXFP4.
+    """Read what a checkpoint folder says of its quantisation; None when it says nothing, MXFP4, or sparse floats.
 
     Source: contract reference 4.4 and 9.9: `quantization_config` or `compression_config` of config.json, else the
     files that older quantisers and ModelOpt wrote.
@@ -88,7 +99,7 @@ def _parse(config: object, where: str) -> Quantization | None:
         raise WeightsError(f"{where} has a value of the wrong kind: {error}") from error
 
 
-def _parser(method: object) -> Callable[[Config], Quantization]:
+def _parser(method: object) -> Callable[[Config], Quantization | None]:
     for methods, parse in (
         ((GPTQ,), parse_gptq),
         ((AWQ,), _parse_awq),
@@ -156,15 +167,18 @@ def _in_blocks(field: str, block: object, *, is_compressed: bool) -> Quantizatio
     return Quantization(method=FP8, bits=8, group_size=inputs, group_outputs=outputs, is_compressed=is_compressed)
 
 
-def _parse_compressed(config: Config) -> Quantization:
-    """Weights of a compressed-tensors configuration; every group must store them alike.
+def _parse_compressed(config: Config) -> Quantization | None:
+    """Weights of a compressed-tensors configuration; every group must store them alike. None: they are sparse only.
 
-    Scales of activations are not used, nor are these rounded: they have the precision of --dtype.
+    Scales of activations are not used, nor are these rounded: they have the precision of --dtype. Which tensors are
+    sparse shows in their names.
     """
-    sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
-    _one_of("sparsity_config.format", sparsity, COMPRESSED, ("dense",))
+    sparsity = (config.get("sparsity_config") or {}).get("format")
+    _one_of("sparsity_config.format", sparsity or "dense", COMPRESSED, _SPARSITIES)
     if (config.get("transform_config") or {}).get("config_groups"):
         raise UnsupportedModel("transform_config with rotations of weights is not supported; supported: none")
+    if sparsity and config.get("config_groups") in (None, {}):
+        return None
     found = set()
     for group in _groups(config.get("config_groups")):
         kind = _one_of("format", group.get("format") or config.get("format"), COMPRESSED, tuple(_FORMATS))
@@ -197,6 +211,15 @@ def _packed(weights: Config) -> Quantization:
 def _unpacked(weights: Config) -> Quantization:
     """Integers, a byte each."""
     return _integers(weights, INT_QUANTIZED, (8,), ("group", "channel", "tensor"))
+
+
+def _marlin_24(weights: Config) -> Quantization:
+    """Integers of 2:4 sparse matrices in tiles, as their writer makes them."""
+    if weights.get("symmetric") is False:
+        raise UnsupportedModel(f"symmetric False is not supported with {MARLIN_24}; supported: True")
+    found = _integers(weights, MARLIN_24, (4, 8), ("group", "channel"))
+    _one_of("group_size", found.group_size, MARLIN_24, (-1, 128))
+    return found
 
 
 def _integers(weights: Config, method: str, widths: tuple[int, ...], strategies: tuple[str, ...]) -> Quantization:
@@ -232,6 +255,7 @@ _FORMATS: Mapping[str, Callable[[Config], Quantization]] = {
     "int-quantized": _unpacked,
     "float-quantized": _float8,
     "naive-quantized": _float8,
+    "marlin-24": _marlin_24,
     "nvfp4-pack-quantized": _float4,
 }
 

@@ -17,7 +17,7 @@ from funitel.proto.settings.layer_parts import MAX_LAYERS, LayerParts, check_par
 from funitel.proto.settings.options import Counts, flag_of
 from funitel.proto.settings.partition import Partition, check_layers
 from funitel.proto.settings.suggestions import did_you_mean
-from funitel.proto.settings.tgi_flags import REFUSED_VALUES
+from funitel.proto.settings.tgi_flags import REFUSED_VALUES, TRANSLATED_VALUES
 
 NATIVE, TRANSFORMERS, LLAMA_CPP = ENGINES = ("native", "transformers", "llama_cpp")
 """What computes a model: our own code, transformers' code over our blocks, or llama.cpp; see docs/engines.md."""
@@ -257,6 +257,7 @@ class ModelsSettings:
         "Precision in which weights would be kept, as for serving.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
+        translated=TRANSLATED_VALUES["quantize"],
         env=None,
     )
     kv_cache_dtype: str | None = setting(
@@ -359,6 +360,7 @@ class ModelServerSettings:
         "gguf keeps the blocks of a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
+        translated=TRANSLATED_VALUES["quantize"],
     )
     quantize_tensors: str | None = setting(None, "With blocks as --quantize: " + _TENSORS[0].lower() + _TENSORS[1:])
     activation_dtype: str = setting(
@@ -632,7 +634,12 @@ class PerplexitySettings:
         env=None,
     )
     against_quantize: str | None = setting(
-        None, "--quantize of the reference.", choices=QUANTIZATIONS, refused=REFUSED_VALUES["quantize"], env=None
+        None,
+        "--quantize of the reference.",
+        choices=QUANTIZATIONS,
+        refused=REFUSED_VALUES["quantize"],
+        translated=TRANSLATED_VALUES["quantize"],
+        env=None,
     )
     tiers: Tiers | None = setting(
         None,

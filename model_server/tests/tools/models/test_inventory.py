@@ -164,6 +164,15 @@ def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert text.splitlines()[-1].split() == ["fits", "no"]
 
 
+@pytest.mark.parametrize("quantize", ["gptq", "awq", "compressed-tensors", "fp8", "q4", "marlin"])
+def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused_as_in_serving(
+    quantize: str, tmp_path: Path
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    with pytest.raises(SettingsError, match=f"--quantize {quantize}: "):
+        told(folder, quantize=quantize)
+
+
 def test_a_path_that_is_none_is_one_line() -> None:
     with pytest.raises(WeightsError, match="^no such folder or file: /nowhere$"):
         tell_needs(ModelsSettings(model_id="/nowhere"))

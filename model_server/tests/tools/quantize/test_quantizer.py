@@ -22,6 +22,7 @@ from funitel.model_server.tools.quantize.job import Report
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 from funitel_testing import forward_worker
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
+from funitel_testing.published import MODELS, save_published
 from funitel_testing.tiny import save_tiny
 
 PROMPTS = [[72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100], list(range(30, 80))]
@@ -96,9 +97,14 @@ def test_a_shard_serves_what_was_written_and_checks_the_flag(tmp_path: Path, mod
     for method in set(QUANTIZE_METHODS) - {"none"}:
         run(model, tmp_path / method, method)
         executor = load_executor(tmp_path / method, quantize=method)
-        assert len(ids_of(run_alone(executor, start(1, PROMPTS[0])))) == 8
+        found = ids_of(run_alone(executor, start(1, PROMPTS[0])))
+        assert len(found) == 8
+        named_by_kernel = load_executor(tmp_path / method, quantize="marlin")
+        assert ids_of(run_alone(named_by_kernel, start(1, PROMPTS[0]))) == found
         with pytest.raises(SettingsError, match=f"this checkpoint is quantised as {method}"):
             load_executor(tmp_path / method, quantize="int8" if method != "int8" else "q4")
+    with pytest.raises(SettingsError, match="--quantize marlin: it names kernels"):
+        load_executor(model, quantize="marlin")
 
 
 def test_the_folder_is_complete(tmp_path: Path, model: Path) -> None:
@@ -124,6 +130,30 @@ def test_the_folder_is_complete(tmp_path: Path, model: Path) -> None:
     expected = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
     assert found.items() >= expected.items()
     assert json.loads((tmp_path / "out/deep/quantize_config.json").read_text()) == found
+
+
+@pytest.mark.parametrize("method", ["none", "int8"])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_sparse_checkpoint_becomes_dense_and_is_described_so(tmp_path: Path, key: str, method: str) -> None:
+    model = tmp_path / "sparse"
+    dense = load_file(save_published(MODELS["qwen3"], model, "sparse_24") / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({key: config.pop("quantization_config"), **config}))
+    run(model, tmp_path / "out", method)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    if method == "none":
+        assert written == config
+        assert found.keys() == dense.keys()
+        assert all(torch.equal(found[name].float(), values.float()) for name, values in dense.items())
+    else:
+        assert written.pop("quantization_config")["format"] == "pack-quantized"
+        assert written == config
+        assert not [name for name in found if name.endswith((".bitmask", ".compressed"))]
+        stem = "model.layers.1.mlp.down_proj"
+        expected = dense[f"{stem}.weight"]
+        weight = Weights(tmp_path / "out", torch.float32, torch.device("cpu")).read_linear(stem, *expected.shape)
+        assert (weight - expected).norm() / expected.norm() < 0.01
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -22,7 +22,7 @@ from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.settings.bounds import ANY, Bounds
 from funitel.proto.settings.command import POSITIONAL
 from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message
-from funitel.proto.settings.tgi_flags import Inert, Program, Refused, rows_of
+from funitel.proto.settings.tgi_flags import Inert, Program, Refused, Translated, rows_of
 from funitel.proto.settings.variables import PREFIX, PROTECTIVE, TGI_VARIABLES, GivenBy, disregarded, first_set
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def setting(
     aliases: Iterable[str] = (),
     takes_value: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
+    translated: Mapping[str, Translated] = MappingProxyType({}),
     bounds: Bounds = ANY,
     keeps_variable: bool = False,
     complete: Callable[[str], Iterable[str]] | None = None,
@@ -55,12 +56,14 @@ def setting(
         aliases: further long flags.
         takes_value: a boolean that is written `--its-name true` instead of being a switch.
         refused: known values that cannot be honoured, with the reason.
+        translated: values of TGI's that have another name here; each is logged when given.
         bounds: range for `check_bounds`; None is always allowed where it is the default.
         keeps_variable: a text that a variable gave is a `GivenBy`.
         complete: values that begin with a text, for the completion of shells; those of `choices` need none.
     """
     meta = Meta(
-        help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds, keeps_variable, complete
+        *(help, short, tuple(choices), env, tuple(aliases), takes_value),
+        *(refused, translated, bounds, keeps_variable, complete),
     )
     return field(default=default, metadata={"setting": meta})
 
@@ -104,6 +107,7 @@ def as_command(
         set_up(settings)
         if getattr(settings, "exit_with_parent", None) is None:  # the parent has logged it
             given.log_variables(settings, is_named=program is not None)
+            given.log_translated(cls)
         for row, text in asked:
             if isinstance(row, Inert):
                 logger.info(row.remark(text))
@@ -150,6 +154,8 @@ class _Given:
         meta = setting_field.metadata.get("setting")
         variable = self.variable(setting_field.name)
         keeps = meta is not None and meta.keeps_variable and variable is not None
+        if meta is not None and isinstance(value, str) and value in meta.translated:
+            return meta.translated[value].value
         if isinstance(value, list):
             return tuple(GivenBy.of(each, variable) if keeps and variable else each for each in value)
         return GivenBy.of(value, variable) if keeps and variable else value
@@ -204,6 +210,14 @@ class _Given:
     @property
     def _variables(self) -> set[str]:
         return {name for option in self.context.command.params for name in option.envvar or ()}
+
+    def log_translated(self, cls: type[Any]) -> None:
+        """Log each value of TGI's that has another name here."""
+        for setting_field in dataclasses.fields(cls):
+            meta, name = setting_field.metadata.get("setting"), setting_field.name
+            value = self.values[name]
+            if meta is not None and isinstance(value, str) and value in meta.translated:
+                logger.info(meta.translated[value].remark(name, self.text(name, value)))
 
     def check_refused(self, cls: type[Any]) -> None:
         """Raise SettingsError for a known value that cannot be honoured."""

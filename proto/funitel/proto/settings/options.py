@@ -15,7 +15,7 @@ from funitel.proto.settings.bounds import Bounds
 from funitel.proto.settings.groups import COMPATIBILITY, GROUP_OF, GROUPS
 from funitel.proto.settings.help_page import CHOICES
 from funitel.proto.settings.suggestions import did_you_mean
-from funitel.proto.settings.tgi_flags import Inert, Program, TgiFlag
+from funitel.proto.settings.tgi_flags import Inert, Program, TgiFlag, Translated
 from funitel.proto.settings.variables import DEFAULT_PREFIX, PREFIX, TGI_VARIABLES, first_set, names_of
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class Meta:
     aliases: tuple[str, ...]
     takes_value: bool
     refused: Mapping[str, str]
+    translated: Mapping[str, Translated]
     bounds: Bounds
     keeps_variable: bool
     complete: Callable[[str], Iterable[str]] | None = None
@@ -74,19 +75,19 @@ class Meta:
     @property
     def parser(self) -> "OneOf | None":
         """The parser of a setting with choices."""
-        return OneOf((*self.choices,), (*self.refused,)) if self.choices else None
+        return OneOf((*self.choices,), (*self.refused, *self.translated)) if self.choices else None
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The parser of one of several words; refused ones are words too, which are offered nowhere."""
+    """The parser of one of several words; known ones, such as those that are refused, are offered nowhere."""
 
     offered: tuple[str, ...]
-    refused: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
 
     def __call__(self, text: str) -> str:
         """Raise ValueError, with what is allowed, for any other text."""
-        if text not in (*self.offered, *self.refused):
+        if text not in (*self.offered, *self.known):
             raise ValueError(f"is not one of {', '.join(self.offered)}{did_you_mean(text, self.offered)}")
         return text
 

@@ -1,7 +1,8 @@
 """Tables of TGI's flags and variables that funitel accepts without effect or refuses, with a reason for each.
 
 An *inert* one changes no answer here and is logged when given. A *refused* one would change answers, so the program
-does not start. All other flags of TGI are honoured, as fields of a settings dataclass.
+does not start. All other flags of TGI are honoured, as fields of a settings dataclass; so are *translated* values,
+which have another name here.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,6 +65,25 @@ class Refused(TgiFlag):
     def refusal(self, given: str) -> str:
         """The line of the error; `given` is the flag or variable with its value."""
         return f"{given} cannot be honoured: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translated:
+    """What a value of TGI's stands for here.
+
+    Attributes:
+        value: what the setting becomes; TGI's own word where the checkpoint decides.
+        why: completes "... is taken as --quantize int8: ", or "... is taken: " where the value is TGI's own.
+    """
+
+    value: str
+    why: str
+
+    def remark(self, name: str, given: str) -> str:
+        """The line of the log; `name` is the setting's, `given` the flag or variable with its value."""
+        flag = f"--{name.replace('_', '-')} {self.value}"
+        is_kept = given.replace("=", " ").endswith(f" {self.value}")
+        return f"{given} is taken{'' if is_kept else f' as {flag}'}: {self.why}"
 
 
 _CHILDREN: tuple[Program, ...] = ("launcher", "router", "shard", "download")
@@ -168,11 +188,30 @@ REFUSED: tuple[Refused, ...] = (
 
 # Refused values of honoured flags, with the reason; accepted by the parser beside a field's choices.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "quantize": dict.fromkeys(
-        ("eetq", "exl2", "marlin", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"),
-        "this format is not supported; serve a checkpoint that is not quantised, or one in GPTQ, AWQ or fp8",
-    ),
+    "quantize": {
+        "exl2": "EXL2's weights of 2.5 to 8 bits are not read; give the unquantised checkpoint and --quantize q3h, or "
+        "q2 to q8, or a GGUF",
+        **dict.fromkeys(
+            ("bitsandbytes-nf4", "bitsandbytes-fp4"),
+            "bitsandbytes' codes of 4 bits are not made; --quantize a16w4 makes weights of 4 bits as they are loaded",
+        ),
+    },
     "rope_scaling": {"dynamic": "rotations would depend on the other sequences of the batch; give linear"},
+}
+
+
+# Values of honoured flags that have another name here; accepted by the parser beside a field's choices, never offered.
+TRANSLATED_VALUES: dict[str, dict[str, Translated]] = {
+    "quantize": {
+        **dict.fromkeys(
+            ("eetq", "bitsandbytes"),
+            Translated(value="int8", why="8-bit weights with a scale for each output, made as they are loaded"),
+        ),
+        "marlin": Translated(
+            value="marlin",
+            why="it names kernels of TGI; here the checkpoint's own quantisation decides which kernels compute",
+        ),
+    },
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from funitel.model_server.checkpoint.float_storages import open_float8_stack
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
 from funitel.model_server.checkpoint.open_storages import TGI_TENSORS, gptq_tensors, open_storages
+from funitel.model_server.checkpoint.sparse_tensor import MASK, SparseTensor, dense_files
 from funitel.model_server.checkpoint.storage import Files, PlainStorage, Range, Storage, TensorFile, open_file
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.quantized.config import Quantization
@@ -41,12 +42,13 @@ class DequantizedCheckpoint:
         for path in weight_files(folder):
             file, names = open_file(path)
             files |= dict.fromkeys(names, file)
+        files = dense_files(files)
         quantization = find_quantization(folder) or gptq_tensors(files)
         self.tensors: dict[str, Any] = {}
         stacks = _stacks(files, quantization)
         parts = {name for _, names in stacks.values() for name in names}
         for name, storage in open_storages(files, quantization).items():
-            if isinstance(storage, PlainStorage):
+            if isinstance(storage, PlainStorage) and not isinstance(files[name], SparseTensor):
                 if name not in parts and name not in TGI_TENSORS:
                     self.tensors[name] = files[name].get_slice(name)
             else:
@@ -59,7 +61,9 @@ def is_quantized(folder: Path) -> bool:
     """Whether a checkpoint holds tensors that transformers cannot read as they are. Raises: `StartupError`."""
     if find_quantization(folder) is not None:
         return True
-    return any(name.endswith((_BLOCKS, ".qweight")) for path in weight_files(folder) for name in open_file(path)[1])
+    return any(
+        name.endswith((_BLOCKS, MASK, ".qweight")) for path in weight_files(folder) for name in open_file(path)[1]
+    )
 
 
 Read = Callable[[Range | None, Range | None, torch.dtype, torch.device], torch.Tensor]

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from funitel.model_server.checkpoint.sparse_tensor import dense_files
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.checkpoint.weights import KV_SCALE
 from funitel.model_server.device.torch_import import seeded_generator
@@ -155,8 +156,8 @@ def _check_surplus(folder: Path, config: Any, unexpected: Iterable[str]) -> None
 
 
 def _is_zero(folder: Path, name: str) -> bool:
-    files = (open_file(path) for path in weight_files(folder))
-    return not any(file.get_tensor(name).any() for file, names in files if name in names)
+    files = dense_files({each: file for file, names in map(open_file, weight_files(folder)) for each in names})
+    return not files[name].get_tensor(name).any()
 
 
 def _load_quantized(

@@ -10,7 +10,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import KV_DTYPES
 from funitel.model_server.cpu.footprint import weight_bytes
-from funitel.model_server.cpu.precision import ActivationDtype, Tier, asked_kv_kind, choose_tier
+from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier, asked_kv_kind, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.precision import KvDtype, kv_label, torch_kv_dtype
@@ -40,7 +40,7 @@ def estimate_alone(
     if device.type == "cpu":
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
     made = MADE_ON_GPU.get(settings.quantize or "") if device.type == "cuda" else None
-    if weights.quantization is not None or (tier is None and made is None):
+    if weights.quantization is not None or (made is None and (tier is None or settings.quantize not in MADE)):
         check_flag(settings.quantize, weights.quantization)
     if device.type == "cuda" and (weights.quantization is not None or made is not None):
         weights.products = SizedProducts(made)

@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from funitel.model_server.checkpoint.sparse_tensor import dense_files
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.files.gguf_refusal import refuse_described
 from funitel.model_server.files.integrity import read_json, weight_files
@@ -63,5 +64,5 @@ def _encoder_needs(settings: ModelsSettings, folder: Path) -> Needs:
 
 
 def _count_elements(folder: Path) -> int:
-    files = [open_file(path) for path in weight_files(folder)]
-    return sum(prod(file.get_slice(name).get_shape()) for file, names in files for name in names)
+    files = dense_files({name: file for file, names in map(open_file, weight_files(folder)) for name in names})
+    return sum(prod(file.get_slice(name).get_shape()) for name, file in files.items())

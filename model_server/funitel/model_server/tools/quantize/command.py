@@ -27,7 +27,7 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.blocks import make_job
 from funitel.model_server.tools.quantize.calibration import calibration_texts, tokenize
 from funitel.model_server.tools.quantize.folder import SafetensorsWriter, check_space, check_target, finished_folder
-from funitel.model_server.tools.quantize.job import CheckpointSource, Report
+from funitel.model_server.tools.quantize.job import CheckpointSource, Report, without_sparsity
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,7 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
     weights = Weights(folder, torch.float32, device, spec.names.prefix, is_shown=False)
     if weights.quantization is not None:
         raise UnsupportedModel(f"{folder} is quantised already, as {weights.quantization.flags[0]}")
+    config = without_sparsity(config)
     if settings.method == "none":
         return _copy(folder, config, target)
     if holds_more_than_text(spec):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.checkpoint.sparse_tensor import dense_files
 from funitel.model_server.checkpoint.storage import TensorFile, open_file
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.files.integrity import weight_files
@@ -153,13 +154,14 @@ class QuantizeJob:
 
 
 class CheckpointSource:
-    """The tensors of the checkpoint's files as they are."""
+    """The tensors of the checkpoint's files as they are, sparse ones dense."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, TensorFile] = {}
         for path in weight_files(folder):
             file, names = open_file(path)
             self._files |= dict.fromkeys(names, file)
+        self._files = dense_files(self._files)
         self.names = list(self._files)
 
     def shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -179,3 +181,12 @@ class CheckpointSource:
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
         return self._files[name].get_tensor(name)
+
+
+def without_sparsity(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a checkpoint that is not quantised, less the description of sparse tensors, then dense."""
+    keys = ("quantization_config", "compression_config")
+    sparse = [
+        key for key in keys if isinstance(config.get(key), dict) and config[key].get("quant_method") == COMPRESSED
+    ]
+    return {key: value for key, value in config.items() if key not in sparse}

@@ -92,7 +92,7 @@ function Launch({ onDone }) {
         <label>Quantisation
           <select value=${fields.quantize} onChange=${(e) => setFields({ ...fields, quantize: e.target.value })}>
             <option value="">that of the model</option>
-            ${["int8", "gguf", "fp8", "bitsandbytes-nf4"].map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
+            ${["int8", "gguf", "fp8"].map((each) => html`<option key=${each} value=${each}>${each}</option>`)}
           </select>
         </label>
         ${field("replicas", "Replicas", { type: "number", min: 1 })}
