@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert text.splitlines()[-1].split() == ["fits", "no"]
 
 
-@pytest.mark.parametrize("quantize", ["gptq", "awq", "compressed-tensors", "fp8", "q4", "marlin"])
+@pytest.mark.parametrize("quantize", ["gptq", "awq", "compressed-tensors", "fp8", "marlin"])
 def test_a_quantisation_that_the_checkpoint_does_not_have_is_refused_as_in_serving(
     quantize: str, tmp_path: Path
 ) -> None:

@@ -292,9 +292,9 @@ def test_the_program_prints_one_json_object_and_errors_in_one_line(model: Path, 
         "kl_max", "same_top_token",
     }  # fmt: skip
     assert f"predicting with {model}: 100% of 40 tokens" in done.stderr
-    wrong = start("--text", text, "--tiers", "float32,q5")
+    wrong = start("--text", text, "--tiers", "float32,q9")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
-    assert "'q5'" in wrong.stderr
+    assert "'q9'" in wrong.stderr
 
 
 # The demo model

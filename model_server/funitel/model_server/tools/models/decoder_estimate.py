@@ -38,6 +38,7 @@ def estimate_alone(
     weights = Weights(folder, choose_dtype(settings.dtype, device), _META, spec.names.prefix, is_shown=False)
     tier = None
     if device.type == "cpu":
+        weights.round_as(settings.quantize, None, (spec.names.embedding, spec.names.head))
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
     made = MADE_ON_GPU.get(settings.quantize or "") if device.type == "cuda" else None
     if weights.quantization is not None or (made is None and (tier is None or settings.quantize not in MADE)):
@@ -53,6 +54,7 @@ def estimate_alone(
         usual = tier.kv_kind(spec, size, ActivationDtype.INT8)
         kv_dtype: KvDtype = KV_DTYPES[usual if asked is None else asked_kv_kind(spec, size, asked)]
         served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
+        precision = weights.block_format or precision
     else:
         dtype = weights.dtype
         kv_dtype = torch_kv_dtype(settings.kv_cache_dtype, dtype)

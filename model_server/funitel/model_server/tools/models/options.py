@@ -19,6 +19,7 @@ from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.registry.nearest import nearest_row
 from funitel.model_server.settings import DTYPES, LLAMA_CPP, NATIVE, QUANTIZATIONS, TRANSFORMERS, ModelsSettings
+from funitel.model_server.settings.block_names import ALIASES, BLOCK_FORMATS
 from funitel.model_server.tools.models import transformers_estimate
 from funitel.model_server.tools.models.estimate import kind_of, needs_of
 from funitel.model_server.tools.models.needs import Needs, with_memory
@@ -26,7 +27,7 @@ from funitel.proto.errors import FunitelError, MissingPackage, NoRow
 from funitel.proto.extras import check_extra
 
 GGUF, SAFETENSORS, PYTORCH = "gguf", "safetensors", "pytorch"
-_MADE_BY_QUANTIZE = ("gptq", "q4")  # what `funitel-server quantize` makes of a checkpoint, by the name of its method
+_MADE_BY_QUANTIZE = ("gptq",)  # what `funitel-server quantize` makes of a checkpoint, by the name of its method
 _SIZED = ("GiB", 2**30), ("MiB", 2**20)
 
 
@@ -96,7 +97,11 @@ def suggest(options: Sequence[Option], num_shard: int) -> Suggestion | None:
 
 _ENGINES = (NATIVE, TRANSFORMERS, LLAMA_CPP)
 _ON_GPU = (None, "bfloat16", "fp8", "int8", "float16", "float32")
-_ON_CPU = (None, "gguf", "int8", "float32", "bfloat16", "float16")
+_ON_CPU = (None, "gguf", "int8", "float32", "bfloat16", "float16", *ALIASES)
+_AS_ANOTHER = (*BLOCK_FORMATS, "a8w8")  # full names beside the short ones, and another name of int8
+_QUANTIZATIONS = tuple(each for each in QUANTIZATIONS if each not in _AS_ANOTHER)
+    each for each in QUANTIZATIONS if each not in (*BLOCK_FORMATS, "a8w8")
+)  # others are as one of these
 
 
 def _rank(option: Option) -> tuple[int, int, int]:
@@ -136,7 +141,7 @@ class _Subject:
         for device in ("cuda", "cpu"):
             for dtype in DTYPES:
                 yield self._native(None, dtype, device)
-            for quantize in QUANTIZATIONS:
+            for quantize in _QUANTIZATIONS:
                 yield self._native(quantize, None, device)
             for dtype in DTYPES:
                 yield self._transformers(dtype, device)
@@ -185,6 +190,9 @@ class _Subject:
             return f"blocks are kept as they are of a GGUF, and this model is {self._format}"
         if quantize == "gguf" and device == "cuda":
             return "blocks of a GGUF are kept as they are on a CPU only"
+        if quantize in ALIASES and device == "cuda":
+            command = f"funitel quantize MODEL OUTPUT_DIR --to {quantize}"
+            return f"blocks of {quantize} are made on a CPU only; {command} writes them"
         if quantize in _MADE_BY_QUANTIZE:
             command = f"funitel-server quantize MODEL OUTPUT_DIR --method {quantize}"
             return f"the weights are not quantised as {quantize}: {command} makes a checkpoint that is"

@@ -15,6 +15,7 @@ from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.layers.linear import Matmul
 from funitel.model_server.quantized.bit_packing import Codes, round_int8, round_q4
+from funitel.model_server.quantized.config import COMPRESSED
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.folder import DTYPES, SafetensorsWriter
