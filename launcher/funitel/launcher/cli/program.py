@@ -138,7 +138,7 @@ COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand | ManyModelsC
         "Fetch or convert a model before it is served.", "DownloadSettings", "download-weights", "download"
     ),
     "quantize": ServerCommand("Write a model with smaller weights.", "QuantizeSettings", "quantize", "quantize"),
-    "perplexity": ServerCommand("Measure how well a model predicts a text.", "PerplexitySettings", "perplexity"),
+    "perplexity": ServerCommand("Measure how well a model predicts.", "PerplexitySettings", "perplexity"),
     "key": KeyCommands("Manage the API keys of a file.", "cli.keys:KEY_COMMANDS"),
     "user": KeyCommands(
         "Add, list and change the users of a server, and their keys.", "cli.tenants.commands:USER_COMMANDS"

@@ -30,7 +30,7 @@ MAX_NODES = 1024  # NUMA nodes, of a Linux kernel
 MAX_SPIN_US = 1_000_000
 MAX_LORA_RANK, MAX_LORAS = 1024, 1 << 16
 MAX_SPECULATE = 16  # drafts of a step: beyond it few are accepted, and each is computed
-QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "gguf", "a8w8", *ALIASES, *BLOCK_FORMATS)
+QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "gguf", "a8w8", *ALIASES)
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF, the others
 blocks that are made of floating point on loading."""
@@ -119,7 +119,8 @@ class QuantizeSettings:
     to: str | None = setting(
         None,
         "Blocks to write in place of a method, by their short or full name: q8 q6 q5 q4 q3h q3 q2 a16w8 a16w4.",
-        choices=(*ALIASES, *BLOCK_FORMATS),
+        choices=ALIASES,
+        unlisted=BLOCK_FORMATS,
         env=None,
     )
     tensor: str | None = setting(None, _TENSORS + " Embeddings and head are q8 where none is for them.", env=None)
@@ -256,6 +257,7 @@ class ModelsSettings:
         None,
         "Precision in which weights would be kept, as for serving.",
         choices=QUANTIZATIONS,
+        unlisted=BLOCK_FORMATS,
         refused=REFUSED_VALUES["quantize"],
         translated=TRANSLATED_VALUES["quantize"],
         env=None,
@@ -359,6 +361,7 @@ class ModelServerSettings:
         "bits, a16w8 and a16w4, groups with zero points and activations of 16 bits, and a8w8, which is int8. On a CPU "
         "gguf keeps the blocks of a GGUF.",
         choices=QUANTIZATIONS,
+        unlisted=BLOCK_FORMATS,
         refused=REFUSED_VALUES["quantize"],
         translated=TRANSLATED_VALUES["quantize"],
     )
@@ -637,6 +640,7 @@ class PerplexitySettings:
         None,
         "--quantize of the reference.",
         choices=QUANTIZATIONS,
+        unlisted=BLOCK_FORMATS,
         refused=REFUSED_VALUES["quantize"],
         translated=TRANSLATED_VALUES["quantize"],
         env=None,

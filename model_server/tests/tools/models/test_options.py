@@ -11,7 +11,6 @@ import pytest
 
 from funitel.model_server.device.host_memory import AvailableMemory
 from funitel.model_server.settings import DTYPES, ENGINES, QUANTIZATIONS, ModelsSettings
-from funitel.model_server.settings.block_names import BLOCK_FORMATS
 from funitel.model_server.tools.models import needs
 from funitel.model_server.tools.models.explanation import explain, suggestion_of, tell_options
 from funitel.model_server.tools.models.options import Option, suggest
@@ -66,7 +65,7 @@ def test_x4_every_combination_of_the_demo_model_has_a_reason() -> None:
     assert {each[0] for each in listed} == set(ENGINES)
     for device in ("cpu", "cuda"):
         assert {("native", None, dtype, device) for dtype in DTYPES} <= listed
-        named = {*QUANTIZATIONS} - {*BLOCK_FORMATS, "a8w8"}  # which have a short name, or another
+        named = {*QUANTIZATIONS} - {"a8w8"}  # which is int8
         assert {("native", quantize, None, device) for quantize in named} <= listed
     for precision in ("gguf", "int8", *DTYPES):
         option = one(found, "native", precision)

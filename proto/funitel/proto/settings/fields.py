@@ -44,6 +44,7 @@ def setting(
     bounds: Bounds = ANY,
     keeps_variable: bool = False,
     complete: Callable[[str], Iterable[str]] | None = None,
+    unlisted: Iterable[str] = (),
 ) -> Any:
     """Declare one field of a settings dataclass.
 
@@ -60,10 +61,11 @@ def setting(
         bounds: range for `check_bounds`; None is always allowed where it is the default.
         keeps_variable: a text that a variable gave is a `GivenBy`.
         complete: values that begin with a text, for the completion of shells; those of `choices` need none.
+        unlisted: values that are allowed beside `choices`, and are listed elsewhere.
     """
     meta = Meta(
         *(help, short, tuple(choices), env, tuple(aliases), takes_value),
-        *(refused, translated, bounds, keeps_variable, complete),
+        *(refused, translated, bounds, keeps_variable, complete, tuple(unlisted)),
     )
     return field(default=default, metadata={"setting": meta})
 

@@ -45,8 +45,8 @@ GROUPS: tuple[SettingGroup, ...] = (
     _group(
         "precision",
         "Precision and quantisation",
-        "dtype quantize quantize_tensors method to tensor inferflow_levels tier",
-        "activation_dtype kv_cache_dtype rope_scaling rope_factor",
+        "dtype quantize method to tensor tier",
+        "quantize_tensors inferflow_levels activation_dtype kv_cache_dtype rope_scaling rope_factor",
     ),
     _group(
         "calibration",

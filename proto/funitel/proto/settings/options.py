@@ -71,11 +71,12 @@ class Meta:
     bounds: Bounds
     keeps_variable: bool
     complete: Callable[[str], Iterable[str]] | None = None
+    unlisted: tuple[str, ...] = ()
 
     @property
     def parser(self) -> "OneOf | None":
         """The parser of a setting with choices."""
-        return OneOf((*self.choices,), (*self.refused, *self.translated)) if self.choices else None
+        return OneOf((*self.choices,), (*self.unlisted, *self.refused, *self.translated)) if self.choices else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.registry.nearest import nearest_row
 from funitel.model_server.settings import DTYPES, LLAMA_CPP, NATIVE, QUANTIZATIONS, TRANSFORMERS, ModelsSettings
-from funitel.model_server.settings.block_names import ALIASES, BLOCK_FORMATS
+from funitel.model_server.settings.block_names import ALIASES
 from funitel.model_server.tools.models import transformers_estimate
 from funitel.model_server.tools.models.estimate import kind_of, needs_of
 from funitel.model_server.tools.models.needs import Needs, with_memory
@@ -98,10 +98,7 @@ def suggest(options: Sequence[Option], num_shard: int) -> Suggestion | None:
 _ENGINES = (NATIVE, TRANSFORMERS, LLAMA_CPP)
 _ON_GPU = (None, "bfloat16", "fp8", "int8", "float16", "float32")
 _ON_CPU = (None, "gguf", "int8", "float32", "bfloat16", "float16", *ALIASES)
-_AS_ANOTHER = (*BLOCK_FORMATS, "a8w8")  # full names beside the short ones, and another name of int8
-_QUANTIZATIONS = tuple(each for each in QUANTIZATIONS if each not in _AS_ANOTHER)
-    each for each in QUANTIZATIONS if each not in (*BLOCK_FORMATS, "a8w8")
-)  # others are as one of these
+_QUANTIZATIONS = tuple(each for each in QUANTIZATIONS if each != "a8w8")  # which is int8
 
 
 def _rank(option: Option) -> tuple[int, int, int]:
