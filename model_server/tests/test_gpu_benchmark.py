@@ -267,7 +267,8 @@ def test_weights_of_four_bits_are_written_and_what_needs_a_gpu_is_skipped(tmp_pa
     assert {"plain_pace", "plain_step_1", "plain_perplexity"} <= set(found)
     assert found["4_bit_weights_pace"].ratio == found["4_bit_weights_pace"].measured / found["plain_pace"].measured
     assert found["4_bit_weights_step_1"].measured > 0
-    for key in ("int8_weights", "fp8_weights", "fp8_KV", "fp8_weights_and_KV"):
+    assert found["fp8_KV_step_1"].measured > 0  # a pool of float8 is there on a CPU too
+    for key in ("int8_weights", "fp8_weights", "fp8_weights_and_KV"):
         assert found[key].unit.startswith("skipped: ")
     quantization = find_quantization(tmp_path / "four_bits")
     assert quantization is not None
