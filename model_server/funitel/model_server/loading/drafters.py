@@ -19,6 +19,7 @@ from funitel.model_server.loading.common import Bytes, Loaded, choose_dtype
 from funitel.model_server.loading.drafter_plans import DrafterPlan, DraftTarget, HeadPlan, ModelPlan, PoolDrafter
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
+from funitel.model_server.quantized.block_formats import format_of
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation.draft_model import DraftModel
@@ -89,6 +90,7 @@ def _load_model(target: DraftTarget, plan: ModelPlan, loaded: Loaded) -> LoadedD
     own = _own_settings(settings, plan.folder, loaded)
     parallel = loaded.parallel if _can_split(spec, loaded.parallel) else TensorParallel()
     weights = Weights(plan.folder, choose_dtype(own.dtype, device), device, spec.names.prefix)
+    weights.round_as(own.quantize, None, spec.names)
     tier = choose_tier(own.dtype, own.quantize, weights.quantization, has_blocks=weights.has_blocks)
     draft = load_fused(own, spec, weights, parallel, tier) if tier is not None else None
     draft = draft or load_torch(own, spec, weights, parallel)
@@ -102,11 +104,12 @@ def _load_model(target: DraftTarget, plan: ModelPlan, loaded: Loaded) -> LoadedD
 
 def _own_settings(settings: ModelServerSettings, folder: Path, loaded: Loaded) -> ModelServerSettings:
     """The target's settings for the draft model: computed as the target, but as its checkpoint is."""
+    is_int8 = settings.quantize in ("int8", "a8w8")
     return replace(
         settings,
         model_id=str(folder),
         model_spec=None,
-        quantize=None if settings.quantize not in ("int8", "q4") else settings.quantize,
+        quantize=settings.quantize if is_int8 or format_of(settings.quantize or "") is not None else None,
         num_threads=loaded.num_threads,
         most_threads=None,
         cpu_offload_gb=0.0,
