@@ -1,4 +1,4 @@
-"""Whole models of blocks, written or made on loading: as the same weights in floating point, in kernels and in torch."""
+"""Models of blocks, written or made on loading: as the same weights in floating point, in kernels and in torch."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from funitel.model_server.tools.quantize.command import quantize
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel_testing import forward_worker
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
-from funitel_testing.threads import one_at_a_time, on_ranks
+from funitel_testing.threads import on_ranks, one_at_a_time
 from funitel_testing.tiny import save_tiny
 from funitel_testing.zoo import ZOO
 
@@ -123,9 +123,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpt2", "q4", "c_fc=a16w8", 2),
     ],
 )
-def test_kernels_compute_on_written_blocks(
-    tmp_path: Path, family: str, to: str, tensor: str | None, size: int
-) -> None:
+def test_kernels_compute_on_written_blocks(tmp_path: Path, family: str, to: str, tensor: str | None, size: int) -> None:
     folder = save(family, tmp_path / "model")
     blocks = written(folder, to, tensor)
     expected = in_torch(decoded(folder, blocks), TensorParallel())

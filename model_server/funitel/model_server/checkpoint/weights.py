@@ -7,7 +7,7 @@ needs and then calls `finish`, which refuses tensors that were not asked for.
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
