@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.attention.select import choose_attention
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.precision import choose_tier
+from funitel.model_server.cpu.precision import MADE, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import KeepingForward
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
@@ -19,7 +19,6 @@ from funitel.model_server.loading.common import Bytes, Loaded, choose_dtype
 from funitel.model_server.loading.drafter_plans import DrafterPlan, DraftTarget, HeadPlan, ModelPlan, PoolDrafter
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
-from funitel.model_server.quantized.block_formats import format_of
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.speculation.draft_model import DraftModel
@@ -104,12 +103,11 @@ def _load_model(target: DraftTarget, plan: ModelPlan, loaded: Loaded) -> LoadedD
 
 def _own_settings(settings: ModelServerSettings, folder: Path, loaded: Loaded) -> ModelServerSettings:
     """The target's settings for the draft model: computed as the target, but as its checkpoint is."""
-    is_int8 = settings.quantize in ("int8", "a8w8")
     return replace(
         settings,
         model_id=str(folder),
         model_spec=None,
-        quantize=settings.quantize if is_int8 or format_of(settings.quantize or "") is not None else None,
+        quantize=settings.quantize if settings.quantize in MADE and settings.quantize != "gguf" else None,
         num_threads=loaded.num_threads,
         most_threads=None,
         cpu_offload_gb=0.0,
