@@ -541,10 +541,7 @@ def test_the_address_of_the_settings_is_the_one_that_counts(server: Console, wro
 
 
 NOW = int(time.time())
-TIMES = (
-    NOW - 3600,
-    NOW + 36000,
-)  # of tokens; names of tests have them less NOW, as all processes collect the same ones
+TIMES = (NOW - 3600, NOW + 36000)  # in names of tests less NOW: all processes collect the same names
 
 
 @pytest.mark.parametrize(

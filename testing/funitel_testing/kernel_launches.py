@@ -240,7 +240,9 @@ def _sampling_launches() -> dict[str, Launch]:
     return launches
 
 
-def _codes(kind: CodeKind, num_inputs: int, *, is_reordered: bool, has_zeros: bool) -> Codes:
+def _codes(
+    kind: CodeKind, num_inputs: int, *, is_reordered: bool, has_zeros: bool, bases: torch.dtype | None = None
+) -> Codes:
     num_outputs, num_groups = 128, num_inputs // 128
     groups = torch.arange(num_inputs) // 128
     return Codes(
@@ -248,17 +250,18 @@ def _codes(kind: CodeKind, num_inputs: int, *, is_reordered: bool, has_zeros: bo
         scales=torch.ones(num_outputs, num_groups, dtype=FLOAT32 if kind is CodeKind.FLOAT8 else FLOAT16),
         zeros=torch.full((num_outputs, num_groups), 1 if has_zeros else kind.middle, dtype=torch.uint8),
         groups=groups.flip(0) if is_reordered else groups,
+        bases=None if bases is None else torch.ones(num_outputs, num_groups, dtype=bases),
     )
 
 
-def _product(kind: CodeKind, dtype: torch.dtype, num_rows: int, **changes: bool) -> None:
+def _product(kind: CodeKind, dtype: torch.dtype, num_rows: int, **changes: Any) -> None:
     """With inputs cut into parts where a tile has few rows."""
     matrix = PackedMatrix.of(_codes(kind, 2048, **changes), kind)
     multiply(torch.zeros(num_rows, 2048, dtype=dtype), matrix, torch.zeros(128, dtype=dtype), 16 if num_rows > 1 else 1)
 
 
 def _product_launches() -> dict[str, Launch]:
-    """Few and many rows, whole and cut inputs, for every kind of code; then groups in an order, and zero points."""
+    """Few and many rows, whole and cut inputs, every kind of code; then groups in an order, zero points, and bases."""
     launches = {}
     plain = {"is_reordered": False, "has_zeros": False}
     for kind in CodeKind:
@@ -278,6 +281,17 @@ def _product_launches() -> dict[str, Launch]:
         matrix = PackedMatrix.of(_codes(kind, 256, **plain), kind)
         launches[f"unpack-{kind.name.lower()}"] = Launch(
             call=partial(unpack, matrix, BFLOAT16), kernels=("_unpack_tile",), is_quick=kind is CodeKind.INT4
+        )
+    for kind, bases in ((CodeKind.INT4, FLOAT16), (CodeKind.INT8, FLOAT32)):
+        name, is_quick = kind.name.lower(), kind is CodeKind.INT4
+        based = {"is_reordered": False, "has_zeros": False, "bases": bases}
+        for num_rows in (1, 64):
+            kernels = ("_multiply_tile", *(["_merge"] * (num_rows > 1)))
+            call = partial(_product, kind, BFLOAT16, num_rows, **based)
+            launches[f"product-{num_rows}-{name}-bases"] = Launch(call=call, kernels=kernels, is_quick=is_quick)
+        matrix = PackedMatrix.of(_codes(kind, 256, **based), kind)
+        launches[f"unpack-{name}-bases"] = Launch(
+            call=partial(unpack, matrix, BFLOAT16), kernels=("_unpack_tile",), is_quick=is_quick
         )
     return launches
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -68,3 +68,14 @@ def on_ranks(size: int, work: Callable[[TensorParallel], T]) -> T:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     return results[0].result()
+
+
+def one_at_a_time(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """For ranks that are threads: Triton's interpreter is not for several."""
+    lock = threading.Lock()
+
+    def locked(*arguments: Any) -> torch.Tensor:
+        with lock:
+            return call(*arguments)
+
+    return locked

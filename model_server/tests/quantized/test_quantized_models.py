@@ -1,10 +1,8 @@
 """A whole model with linear layers that another program quantised: logits of the same weights in float on any ranks."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ from funitel_testing.packed import awq_tensors, compressed_tensors, gptq_tensors
 from funitel_testing.published import MODELS, save_published
 from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
-from funitel_testing.threads import on_ranks
+from funitel_testing.threads import on_ranks, one_at_a_time
 from funitel_testing.tiny import save_tiny
 from funitel_testing.zoo import ZOO
 
@@ -172,17 +170,6 @@ def test_nvfp4_stays_four_bits_in_the_kernels(tmp_path: Path, monkeypatch: pytes
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-4
     assert set(kinds) == {CodeKind.FLOAT4}
-
-
-def one_at_a_time(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """For ranks that are threads: Triton's interpreter is not for several."""
-    lock = Lock()
-
-    def locked(*arguments: Any) -> torch.Tensor:
-        with lock:
-            return call(*arguments)
-
-    return locked
 
 
 def packed_logits(folder: Path, parallel: TensorParallel) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage, matrix_shape
+from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage, matrix_shape, raise_not_finite
 from funitel.model_server.checkpoint.storage import Files, PlainStorage, Range, Storage
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.block_formats import BlockFormat, format_of
@@ -58,10 +58,8 @@ class BlockStorage(QuantizedStorage):
         return found.contiguous()
 
     def read_codes(self, rows: Range, columns: Range) -> Codes:
-        """See QuantizedStorage; zeros are floating point."""
-        size = self.format.num_inputs
-        start = columns[0] // size * size
-        return codes_of(self.format, self.blocks(rows, (start, columns[1])), columns[0] - start, columns[1] - start)
+        """See QuantizedStorage."""
+        return _codes_of(self, f"{self.stem}.weight_blocks", rows, columns)
 
     def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See Storage."""
@@ -72,28 +70,46 @@ class BlockStorage(QuantizedStorage):
 
 
 class RoundedStorage(Storage):
-    """A layer in floating point, of which blocks are made; as numbers it is what it was."""
+    """A layer in floating point, of which blocks are made; as numbers it is what it was.
 
-    def __init__(self, files: Files, name: str, block_format: BlockFormat) -> None:
-        self._plain = PlainStorage(files, name)
-        self.names, self.shape, self.format = self._plain.names, self._plain.shape, block_format
+    `is_transposed` says that the file has it as [inputs, outputs].
+    """
+
+    def __init__(self, files: Files, name: str, block_format: BlockFormat, *, is_transposed: bool = False) -> None:
+        self._plain, self._is_transposed = PlainStorage(files, name), is_transposed
+        self.names, self.format = self._plain.names, block_format
+        self.shape = self._plain.shape[::-1] if is_transposed else self._plain.shape
 
     def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
         """See BlockSource."""
-        return self.format.encode(self._plain.read(rows, columns, torch.float32, torch.device("cpu")))
+        return self.format.encode(self.read(rows, columns, torch.float32, torch.device("cpu")))
+
+    def read_codes(self, rows: Range, columns: Range) -> Codes:
+        """The blocks of a part as integers, see QuantizedStorage. Raises: `WeightsError`: float16 has no such scale."""
+        return _codes_of(self, self.names[0], rows, columns)
 
     def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See Storage."""
+        if self._is_transposed:
+            return self._plain.read(columns, rows, dtype, device).t().contiguous()
         return self._plain.read(rows, columns, dtype, device)
 
 
-def codes_of(block_format: BlockFormat, blocks: torch.Tensor, start: int, end: int) -> Codes:
-    """Inputs [start, end) of blocks [outputs, bytes] as codes with scales and floating-point zeros."""
+def _codes_of(source: BlockSource, name: str, rows: Range, columns: Range) -> Codes:
+    """A part of a matrix as codes with scales and bases; `columns` may cut blocks, which are read whole."""
+    block_format, size = source.format, source.format.num_inputs
+    first = columns[0] // size * size
+    blocks = source.blocks(rows, (first, min(-(-columns[1] // size) * size, source.shape[1])))
     codes, scales, bases = block_format.parts(blocks)
+    for values in (scales, bases):
+        if not bool(torch.isfinite(values).all()):
+            raise_not_finite(name, values)
     offset = 128 if block_format.is_symmetric else 0
-    zeros = torch.where(scales == 0, torch.zeros_like(scales), -bases / torch.where(scales == 0, 1, scales)) + offset
-    groups = torch.arange(codes.shape[1]).repeat_interleave(codes.shape[2])[start:end]
-    return Codes((codes + offset).to(torch.uint8).flatten(1)[:, start:end], scales, zeros, groups)
+    part = slice(columns[0] - first, columns[1] - first)
+    groups = torch.arange(codes.shape[1]).repeat_interleave(size)[part]
+    zeros = torch.full_like(scales, offset, dtype=torch.uint8)
+    kept = None if block_format.is_symmetric else bases if block_format.has_zero else bases.half()
+    return Codes((codes + offset).to(torch.uint8).flatten(1)[:, part].contiguous(), scales.half(), zeros, groups, kept)
 
 
 def named_format(quantization: Quantization, stem: str) -> BlockFormat:

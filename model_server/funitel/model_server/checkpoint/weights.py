@@ -7,7 +7,7 @@ every tensor it needs and then calls `finish`, which refuses tensors that were n
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.quantized.config import BLOCKS, Quantization
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
 from funitel.model_server.quantized.published import find_quantization
+from funitel.model_server.spec.tensor_names import TensorNames
 from funitel.proto.errors import SettingsError, WeightsError
 
 
@@ -184,7 +185,8 @@ class Weights:
 
     def _lies_by_outputs(self, name: str, shape: tuple[int, int]) -> bool:
         """Whether a linear layer is [outputs, inputs] whatever the family does; `shape` is that."""
-        if isinstance(self._storages.get(name), QuantizedStorage) or self._mxfp4_of(name) is not None:
+        is_by_outputs = isinstance(self._storages.get(name), QuantizedStorage | RoundedStorage)
+        if is_by_outputs or self._mxfp4_of(name) is not None:
             return True
         stacked = self._stack_of(name)
         is_square = shape[0] == shape[1]  # of which the shape says nothing
@@ -211,7 +213,7 @@ class Weights:
         num_bytes = kept.num_bytes(*part_shape((num_outputs, num_inputs), rows, columns))
         if self.is_quantised(stem):
             storage = self._shaped(name, (num_outputs, num_inputs))
-            assert isinstance(storage, QuantizedStorage)
+            assert isinstance(storage, QuantizedStorage | RoundedStorage)
             codes = storage.read_codes(rows or (0, num_outputs), columns or (0, num_inputs)).to(self.device)
             self._check_numbers(name, codes.scales)
             self._count_whole(storage, kept.num_bytes(num_outputs, num_inputs), is_sharded)
@@ -232,14 +234,17 @@ class Weights:
             raise WeightsError(damage if self._blocks is None else self._blocks.get_slice(name).damage)
 
     def is_quantised(self, stem: str) -> bool:
-        """Whether the checkpoint has a linear layer quantised."""
-        return isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage)
+        """Whether the checkpoint has a linear layer quantised, or blocks are made of it."""
+        return isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage | RoundedStorage)
 
     def kept(self, stem: str) -> Quantization | None:
         """How `products` have a linear layer; None where it is in floating point."""
         if self.products is None:
             return None
-        return self.quantization if self.is_quantised(stem) else self.products.made
+        storage = self._storages.get(f"{stem}.weight")
+        if isinstance(storage, BlockSource):
+            return storage.format.kept
+        return self.quantization if isinstance(storage, QuantizedStorage) else self.products.made
 
     def read_kv_scales(self, stem: str) -> tuple[float, float]:
         """What the keys and values of an attention of this name are divided by in the pool; 1 where nothing is said.
@@ -266,13 +271,13 @@ class Weights:
             return self._blocks.has_blocks
         return any(isinstance(storage, BlockSource) for storage in self._storages.values())
 
-    def round_as(self, asked: str | None, others: str | None, tables: Collection[str]) -> None:
+    def round_as(self, asked: str | None, others: str | None, names: TensorNames) -> None:
         """Make blocks of matrices in floating point where they are read as such, if a format of blocks is asked for.
 
         Args:
             asked: the value of --quantize.
             others: formats of some matrices, see `BlockRules.parse`.
-            tables: names of the embedding and of the head, the former without prefix.
+            names: of the model's tensors.
 
         Raises:
             SettingsError: a format or a pattern makes no sense, or there are formats without blocks.
@@ -285,14 +290,17 @@ class Weights:
         rules = BlockRules.parse(usual.name, others)
         self.block_format = usual.name
         rules.check_used([name.removesuffix(".weight") for name in self._storages])
-        names = {*tables, *(self.prefix + each for each in tables)}
+        tables = {each for table in (names.embedding, names.head) for each in (table, self.prefix + table)}
         for name, storage in self._storages.items():
             stem = name.removesuffix(".weight")
             if type(storage) is not PlainStorage or len(storage.shape) != 2 or stem == name:
                 continue
-            chosen = rules.of(stem, storage.shape[1], is_table=stem in names)
+            if names.positions and stem == self.prefix + names.positions:
+                continue
+            is_transposed = names.is_transposed and stem not in tables
+            chosen = rules.of(stem, storage.shape[0 if is_transposed else 1], is_table=stem in tables)
             if chosen is not None:
-                self._storages[name] = RoundedStorage(self._files, name, chosen)
+                self._storages[name] = RoundedStorage(self._files, name, chosen, is_transposed=is_transposed)
 
     def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
         """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""

@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.attention.select import choose_attention
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.precision import choose_tier
+from funitel.model_server.cpu.precision import MADE, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import KeepingForward
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
@@ -89,6 +89,7 @@ def _load_model(target: DraftTarget, plan: ModelPlan, loaded: Loaded) -> LoadedD
     own = _own_settings(settings, plan.folder, loaded)
     parallel = loaded.parallel if _can_split(spec, loaded.parallel) else TensorParallel()
     weights = Weights(plan.folder, choose_dtype(own.dtype, device), device, spec.names.prefix)
+    weights.round_as(own.quantize, None, spec.names)
     tier = choose_tier(own.dtype, own.quantize, weights.quantization, has_blocks=weights.has_blocks)
     draft = load_fused(own, spec, weights, parallel, tier) if tier is not None else None
     draft = draft or load_torch(own, spec, weights, parallel)
@@ -106,7 +107,7 @@ def _own_settings(settings: ModelServerSettings, folder: Path, loaded: Loaded) -
         settings,
         model_id=str(folder),
         model_spec=None,
-        quantize=None if settings.quantize not in ("int8", "q4") else settings.quantize,
+        quantize=settings.quantize if settings.quantize in MADE and settings.quantize != "gguf" else None,
         num_threads=loaded.num_threads,
         most_threads=None,
         cpu_offload_gb=0.0,

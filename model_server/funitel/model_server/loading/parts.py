@@ -133,8 +133,8 @@ def open_weights(
     """
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
+    weights.round_as(settings.quantize, settings.quantize_tensors, spec.names)
     if device.type == "cpu":
-        weights.round_as(settings.quantize, settings.quantize_tensors, (spec.names.embedding, spec.names.head))
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
         if tier is Tier.INT8 and not weights.has_blocks and is_outdated(folder):
             logger.warning("%s was converted by an older version, to float32: name the GGUF as --model-id", folder)

@@ -37,28 +37,33 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 class Codes:
     """Part of a quantised matrix: a weight is (code - zero) * scale, zero and scale those of its row and its group.
 
-    Codes that are floating point themselves have zeros that are 0, and as codes of a byte are as they are.
+    Codes that are floating point themselves have zeros that are 0, and as codes of a byte are as they are. Where there
+    are bases, zeros are 0 too, and a weight is code * scale + base.
     """
 
     codes: torch.Tensor  # [rows, columns] uint8, or float8
     scales: torch.Tensor  # [rows, num_groups] floating point
-    zeros: torch.Tensor  # [rows, num_groups] uint8, or floating point
+    zeros: torch.Tensor  # [rows, num_groups] uint8
     groups: torch.Tensor  # [columns] int64: the group of a column
+    bases: torch.Tensor | None = None  # [rows, num_groups] floating point
 
     def rows(self, start: int, end: int) -> "Codes":
         """Some of the rows."""
-        return Codes(self.codes[start:end], self.scales[start:end], self.zeros[start:end], self.groups)
+        bases = None if self.bases is None else self.bases[start:end]
+        return Codes(self.codes[start:end], self.scales[start:end], self.zeros[start:end], self.groups, bases)
 
     def to(self, device: torch.device) -> "Codes":
         """The same on another device."""
-        return Codes(*(part.to(device) for part in (self.codes, self.scales, self.zeros, self.groups)))
+        codes, scales, zeros, groups = (part.to(device) for part in (self.codes, self.scales, self.zeros, self.groups))
+        return Codes(codes, scales, zeros, groups, None if self.bases is None else self.bases.to(device))
 
     @classmethod
     def stacked(cls, parts: Sequence["Codes"]) -> "Codes":
-        """The rows of several matrices over the same columns and groups, one after the other."""
+        """The rows of several matrices over the same columns and groups, all or none with bases, in this order."""
         each = [(part.codes, part.scales, part.zeros) for part in parts]
         codes, scales, zeros = (torch.cat(some) for some in zip(*each, strict=True))
-        return cls(codes, scales, zeros, parts[0].groups)
+        bases = [part.bases for part in parts if part.bases is not None]
+        return cls(codes, scales, zeros, parts[0].groups, torch.cat(bases) if bases else None)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights [rows, columns], computed in float32 a few columns at a time."""
@@ -69,7 +74,8 @@ class Codes:
         for start in range(0, num_columns, step):
             columns = slice(start, start + step)
             groups = self.groups[columns]
-            weights[:, columns] = (self.codes[:, columns].float() - zeros[:, groups]) * scales[:, groups]
+            part = (self.codes[:, columns].float() - zeros[:, groups]) * scales[:, groups]
+            weights[:, columns] = part if self.bases is None else part + self.bases.float()[:, groups]
         return weights
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from funitel.model_server.quantized.block_types import BlockType
+from funitel.model_server.quantized.config import BLOCKS, Quantization
 from funitel.model_server.settings.block_names import A16_GROUPS, ALIASES
 from funitel.proto.errors import SettingsError
 
@@ -60,6 +61,19 @@ class BlockFormat:
     def bits(self) -> float:
         """Bits of a weight, scale and base included."""
         return self.num_bytes * 8 / self.num_inputs
+
+    @property
+    def kept(self) -> Quantization:
+        """What kernels for codes of 4 and 8 bits have of it: groups with a scale, and a base if there are some."""
+        bits = 4 if self.top < 1 << 4 else 8
+        base_bytes = 0 if self.is_symmetric else torch.float32.itemsize if self.has_zero else torch.float16.itemsize
+        return Quantization(
+            method=BLOCKS,
+            bits=bits,
+            group_size=self.num_inputs,
+            group_bytes=torch.float16.itemsize + base_bytes,
+            formats=(("", self.name),),
+        )
 
     def can_hold(self, num_inputs: int) -> bool:
         """Whether outputs with so many inputs are whole blocks."""

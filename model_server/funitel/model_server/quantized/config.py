@@ -22,7 +22,8 @@ class Quantization:
     `is_zero_exact`: zero points are stored as they are; else one too small, as GPTQ files do unless they say `gptq_v2`.
     `group_outputs` is how many outputs share the scales of their groups. `is_compressed` says that a `method` other
     than its own packed integers is described, and named, as compressed-tensors does. `formats` are those of blocks: the
-    usual one, by the name "", and others by the names of their layers.
+    usual one, by the name "", and others by the names of their layers; bits and groups are those of the formats.
+    `group_bytes` is what a group has beside its codes.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Quantization:
     group_outputs: int = 1
     is_compressed: bool = False
     formats: tuple[tuple[str, str], ...] = ()
+    group_bytes: int = 2
 
     def format_of(self, stem: str) -> str:
         """The format of the blocks of a layer."""
@@ -39,9 +41,9 @@ class Quantization:
         return formats.get(stem, formats[""])
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Memory of a matrix kept as it is: integers, and scales of two bytes."""
+        """Memory of a matrix kept as it is: codes, and what groups have."""
         num_groups = 1 if self.group_size == -1 else -(-num_inputs // self.group_size)
-        return num_outputs * (num_inputs * self.bits // 8 + num_groups * 2)
+        return num_outputs * (num_inputs * self.bits // 8 + num_groups * self.group_bytes)
 
     @property
     def flags(self) -> tuple[str, ...]:

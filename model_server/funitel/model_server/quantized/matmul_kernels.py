@@ -98,7 +98,7 @@ def _num_parts(num_tiles: int, num_chunks: int, num_processors: int) -> int:
 
 def _tensors(matrix: PackedMatrix) -> tuple[torch.Tensor, ...]:
     """What a kernel reads of a matrix; the words stand in for what it does not have."""
-    optional = (matrix.zeros, matrix.order, matrix.groups)
+    optional = (matrix.zeros, matrix.bases, matrix.order, matrix.groups)
     return (matrix.words, matrix.scales, *(matrix.words if each is None else each for each in optional))
 
 
@@ -106,10 +106,11 @@ def _constants(matrix: PackedMatrix) -> dict[str, int | bool]:
     return {
         "KIND": int(matrix.kind),
         "PER_WORD": WORD_BITS // matrix.kind.bits,
-        "MIDDLE": matrix.kind.middle,
+        "MIDDLE": matrix.middle,
         "SPAN": matrix.span,
         "GROUP_SPANS": matrix.group_spans,
         "HAS_ZEROS": matrix.zeros is not None,
+        "HAS_BASES": matrix.bases is not None,
         "HAS_ORDER": matrix.order is not None,
     }
 
@@ -145,20 +146,31 @@ def _group_start(groups, span, num_groups, num_outputs, GROUP_SPANS: tl.constexp
 
 
 @triton.jit
-def _weights(values, scales, zeros, is_column, KIND: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """The weights [SPAN, OUTPUTS] of one span in float32, from its codes and the scales and zeros of its group."""
+def _weights(
+    values,
+    scales,
+    zeros,
+    bases,
+    is_column,
+    KIND: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BASES: tl.constexpr,
+):
+    """The weights [SPAN, OUTPUTS] of one span in float32, from its codes and what its group has."""
     scale = tl.load(scales, mask=is_column, other=0.0).to(tl.float32)
     if KIND == _FLOAT8:
         return values * (scale * 256.0)[None, :]
     elif KIND == _FLOAT4:
         return values * (scale * 16384.0)[None, :]
+    elif HAS_BASES:
+        base = tl.load(bases, mask=is_column, other=0.0).to(tl.float32)
+        return (values - (MIDDLE + _MAGIC)) * scale[None, :] + base[None, :]
+    elif HAS_ZEROS:
+        zero = tl.load(zeros, mask=is_column, other=0).to(tl.float32) + _MAGIC
+        return (values - zero[None, :]) * scale[None, :]
     else:
-        zero = MIDDLE + _MAGIC
-        if HAS_ZEROS:
-            zero = tl.load(zeros, mask=is_column, other=0).to(tl.float32) + _MAGIC
-            return (values - zero[None, :]) * scale[None, :]
-        else:
-            return (values - zero) * scale[None, :]
+        return (values - (MIDDLE + _MAGIC)) * scale[None, :]
 
 
 @triton.jit
@@ -178,6 +190,7 @@ def _multiply_tile(
     words,
     scales,
     zeros,
+    bases,
     order,
     groups,
     bias,
@@ -194,6 +207,7 @@ def _multiply_tile(
     SPAN: tl.constexpr,
     GROUP_SPANS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_BASES: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
@@ -219,7 +233,9 @@ def _multiply_tile(
             some = tl.load(row_places + source[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
             group = _group_start(groups, span, num_groups, num_outputs, GROUP_SPANS) + column
             values = _values(word, place, KIND)
-            weights = _weights(values, scales + group, zeros + group, is_column, KIND, MIDDLE, HAS_ZEROS).to(some.dtype)
+            weights = _weights(
+                values, scales + group, zeros + group, bases + group, is_column, KIND, MIDDLE, HAS_ZEROS, HAS_BASES
+            ).to(some.dtype)
             if IN_FLOAT32:
                 total = tl.dot(some.to(tl.float32), weights.to(tl.float32), total, input_precision="ieee")
             else:
@@ -253,6 +269,7 @@ def _unpack_tile(
     words,
     scales,
     zeros,
+    bases,
     order,
     groups,
     out,
@@ -265,6 +282,7 @@ def _unpack_tile(
     SPAN: tl.constexpr,
     GROUP_SPANS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_BASES: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -279,7 +297,9 @@ def _unpack_tile(
         target, is_input = _inputs(order, span, num_inputs, SPAN, HAS_ORDER)
         group = _group_start(groups, span, num_groups, num_outputs, GROUP_SPANS) + column
         values = _values(word, place, KIND)
-        weights = _weights(values, scales + group, zeros + group, is_column, KIND, MIDDLE, HAS_ZEROS)
+        weights = _weights(
+            values, scales + group, zeros + group, bases + group, is_column, KIND, MIDDLE, HAS_ZEROS, HAS_BASES
+        )
         places = target.to(tl.int64)[:, None] * num_outputs + column[None, :]
         tl.store(out + places, weights.to(out.dtype.element_ty), mask=is_input[:, None] & is_column[None, :])
 
@@ -325,10 +345,15 @@ class TritonProducts:
         self._num_processors = num_processors
 
     def of(self, parts: Sequence[Codes], bias: torch.Tensor | None) -> Product:
-        """See QuantizedMatmul. Matrices with inputs grouped alike become one."""
-        if all(torch.equal(part.groups, parts[0].groups) for part in parts):
+        """See QuantizedMatmul. Matrices of the same kind with inputs grouped alike become one."""
+        if all(torch.equal(part.groups, parts[0].groups) for part in parts) and len({*map(_form_of, parts)}) == 1:
             parts = [Codes.stacked(parts)]
         return PackedProduct([PackedMatrix.of(part, _kind_of(part)) for part in parts], bias, self._num_processors)
+
+
+def _form_of(codes: Codes) -> tuple[CodeKind, torch.dtype | None]:
+    """What must be alike of matrices that become one: the kind of the codes, and of the bases."""
+    return _kind_of(codes), None if codes.bases is None else codes.bases.dtype
 
 
 def _kind_of(codes: Codes) -> CodeKind:

@@ -46,7 +46,8 @@ class PackedMatrix:
     group_spans: int  # of a group, where all have as many and lie one after the other; else 0
     words: torch.Tensor  # [num_chunks * span, outputs] int32
     scales: torch.Tensor  # [num_groups, outputs] floating point
-    zeros: torch.Tensor | None  # [num_groups, outputs] uint8; None: all are the kind's middle
+    zeros: torch.Tensor | None  # [num_groups, outputs] uint8; None: all are `middle`
+    bases: torch.Tensor | None  # [num_groups, outputs] floating point, added to weights; None: 0
     order: torch.Tensor | None  # [num_chunks * inputs of a chunk] int32, NOWHERE for those that fill up
     groups: torch.Tensor | None  # [num_spans] int32, where `group_spans` does not say it
 
@@ -57,7 +58,7 @@ class PackedMatrix:
         num_inputs, device = codes.codes.shape[1], codes.codes.device
         is_plain = torch.equal(order[:num_inputs], torch.arange(num_inputs)) and bool((order[num_inputs:] < 0).all())
         group_spans = _even(span_groups, -(-num_inputs // span)) if is_plain else 0
-        has_zeros = bool((codes.zeros != kind.middle).any())
+        has_zeros = codes.bases is None and bool((codes.zeros != kind.middle).any())
         return cls(
             kind=kind,
             num_inputs=num_inputs,
@@ -66,6 +67,7 @@ class PackedMatrix:
             words=_words(_as_integers(codes.codes, kind), order.to(device), span, kind.bits),
             scales=codes.scales.t().contiguous(),
             zeros=codes.zeros.t().contiguous() if has_zeros else None,
+            bases=None if codes.bases is None else codes.bases.t().contiguous(),
             order=None if is_plain else order.to(device, torch.int32),
             groups=None if group_spans else span_groups.to(device, torch.int32),
         )
@@ -76,9 +78,14 @@ class PackedMatrix:
         return self.words.shape[1]
 
     @property
+    def middle(self) -> int:
+        """The zero point of all groups, where `zeros` do not say it."""
+        return self.kind.middle if self.bases is None else 0
+
+    @property
     def num_bytes(self) -> int:
         """Memory it takes."""
-        parts = (self.words, self.scales, self.zeros, self.order, self.groups)
+        parts = (self.words, self.scales, self.zeros, self.bases, self.order, self.groups)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 

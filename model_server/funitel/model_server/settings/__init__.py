@@ -357,8 +357,8 @@ class ModelServerSettings:
     quantize: str | None = setting(
         None,
         "Quantisation of the checkpoint's weights; as in its config.json when not given. Floating-point weights are "
-        "converted as they are loaded: int8, and fp8 on a GPU; on a CPU also q8 q6 q5 q4 q3h q3 q2, blocks of so many "
-        "bits, a16w8 and a16w4, groups with zero points and activations of 16 bits, and a8w8, which is int8. On a CPU "
+        "converted as they are loaded: int8, fp8 on a GPU, q8 q6 q5 q4 q3h q3 q2, blocks of so many bits, a16w8 and "
+        "a16w4, groups with zero points and activations of 16 bits, and a8w8, which is int8. On a CPU "
         "gguf keeps the blocks of a GGUF.",
         choices=QUANTIZATIONS,
         unlisted=BLOCK_FORMATS,

@@ -16,9 +16,10 @@ from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
+from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.registry.wrapped import WRAPPED
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
-from funitel.model_server.tools.models import needs
+from funitel.model_server.tools.models import decoder_estimate, needs
 from funitel.model_server.tools.models.report import list_all, served_architectures, tell_needs
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.settings.layer_parts import LayerParts
@@ -93,6 +94,49 @@ def test_a_model_with_layers_that_differ_takes_what_was_told(name: str, tmp_path
     assert found["served_by"] == "torch"
     halves = told(tmp_path, num_shard=2)
     assert len(halves["weights"]) == len(halves["blocks"]) == 2
+
+
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+}
+
+
+def test_blocks_that_are_made_on_loading_take_what_was_told(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path, **SIZES)
+    found = told(folder, quantize="q3h")
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4, quantize="q3h")
+    _, info = load(settings, folder)
+    assert (found["weights"], found["precision"]) == ([info.weight_bytes], "q3h_b64t1")
+    assert info.dtype == "q3h_b64t1"
+
+
+def test_blocks_on_a_gpu_are_counted_in_4_or_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, card = save_tiny("llama", tmp_path, **SIZES, num_hidden_layers=1), torch.device("cuda", 0)
+    monkeypatch.setattr(decoder_estimate, "choose_device", lambda *_: card)
+    spec = choose_spec(None, folder)
+
+    def linear_bits(quantize: str | None) -> float:
+        settings = ModelsSettings(model_id=str(folder), quantize=quantize)
+        (held,) = decoder_estimate.estimate_alone(settings, folder, spec)[0].weights
+        return (held - bare) * 8 / num_weights
+
+    num_weights, bare = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192, 0
+    bare = int(linear_bits(None) * num_weights / 8) - 2 * num_weights  # what is no linear layer, in bfloat16
+    bits = {name: linear_bits(name) for name in (None, "q3h", "q4", "q2", "q6", "q8", "a16w4_g64", "a8w8")}
+    assert bits[None] == 16
+    assert {name: each for name, each in bits.items() if name in ("q3h", "q4", "q2", "q6", "q8", "a16w4_g64")} == {
+        "q3h": 4.5,
+        "q4": 5.0,
+        "q2": 5.0,
+        "q6": 8.5,
+        "q8": 8.5,
+        "a16w4_g64": 4.75,
+    }
+    assert 8 < (bits["a8w8"] or 0) < 8.5
 
 
 def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:

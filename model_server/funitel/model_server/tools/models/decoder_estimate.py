@@ -37,14 +37,14 @@ def estimate_alone(
     heads = [HeadSplit.of(spec.num_heads, spec.num_kv_heads, rank.size, rank.rank) for rank in ranks]
     weights = Weights(folder, choose_dtype(settings.dtype, device), _META, spec.names.prefix, is_shown=False)
     tier = None
+    weights.round_as(settings.quantize, None, spec.names)
     if device.type == "cpu":
-        weights.round_as(settings.quantize, None, (spec.names.embedding, spec.names.head))
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
-    made = MADE_ON_GPU.get(settings.quantize or "") if device.type == "cuda" else None
-    if weights.quantization is not None or (made is None and (tier is None or settings.quantize not in MADE)):
+    is_made = device.type == "cuda" and weights.quantization is None and settings.quantize in MADE_ON_GPU
+    if weights.quantization is not None or (not is_made and (tier is None or settings.quantize not in MADE)):
         check_flag(settings.quantize, weights.quantization)
-    if device.type == "cuda" and (weights.quantization is not None or made is not None):
-        weights.products = SizedProducts(made)
+    if device.type == "cuda" and (weights.quantization is not None or is_made):
+        weights.products = SizedProducts(MADE_ON_GPU[settings.quantize or ""] if is_made else None)
     reason = f"the fused step is for CPUs, not {device.type}" if tier is None else missing(spec)
     if reads_middle:
         reason = "the drafter reads hidden states that the fused step does not keep"
@@ -53,8 +53,8 @@ def estimate_alone(
         asked, size = settings.kv_cache_dtype, settings.block_size
         usual = tier.kv_kind(spec, size, ActivationDtype.INT8)
         kv_dtype: KvDtype = KV_DTYPES[usual if asked is None else asked_kv_kind(spec, size, asked)]
-        served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
-        precision = weights.block_format or precision
+        blocks = weights.block_format or "the GGUF's blocks"
+        served_by, precision = "the fused C++ step", blocks if tier is Tier.GGUF else tier.label
     else:
         dtype = weights.dtype
         kv_dtype = torch_kv_dtype(settings.kv_cache_dtype, dtype)

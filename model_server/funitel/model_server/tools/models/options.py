@@ -96,7 +96,7 @@ def suggest(options: Sequence[Option], num_shard: int) -> Suggestion | None:
 
 
 _ENGINES = (NATIVE, TRANSFORMERS, LLAMA_CPP)
-_ON_GPU = (None, "bfloat16", "fp8", "int8", "float16", "float32")
+_ON_GPU = (None, "bfloat16", "fp8", "int8", "float16", "float32", *ALIASES)
 _ON_CPU = (None, "gguf", "int8", "float32", "bfloat16", "float16", *ALIASES)
 _QUANTIZATIONS = tuple(each for each in QUANTIZATIONS if each != "a8w8")  # which is int8
 
@@ -187,9 +187,6 @@ class _Subject:
             return f"blocks are kept as they are of a GGUF, and this model is {self._format}"
         if quantize == "gguf" and device == "cuda":
             return "blocks of a GGUF are kept as they are on a CPU only"
-        if quantize in ALIASES and device == "cuda":
-            command = f"funitel quantize MODEL OUTPUT_DIR --to {quantize}"
-            return f"blocks of {quantize} are made on a CPU only; {command} writes them"
         if quantize in _MADE_BY_QUANTIZE:
             command = f"funitel-server quantize MODEL OUTPUT_DIR --method {quantize}"
             return f"the weights are not quantised as {quantize}: {command} makes a checkpoint that is"
