@@ -124,3 +124,12 @@ def test_a_download_fetches_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == f"{folder}\n"
     with pytest.raises(WeightsError, match=rf"^no such folder or file: {tmp_path}/missing"):
         download(DownloadSettings(model_id=str(folder), draft_model=f"{tmp_path}/missing"))
+
+
+def test_a_draft_model_becomes_the_blocks_of_its_target(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    folder = save_tiny("llama", tmp_path, **sizes, intermediate_size=64)
+    plain = load_executor(folder, dtype=None, quantize="q4")
+    drafting = load_executor(folder, dtype=None, quantize="q4", speculate=2, draft_model=str(folder))
+    expected, found = (ids_of(run_alone(each, start(1, range(20), 12))) for each in (plain, drafting))
+    assert found == expected
