@@ -181,7 +181,7 @@ def test_without_kernels_blocks_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no such card")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", missing)
-    with pytest.raises(SettingsError, match=f"^--quantize {asked} needs the Triton kernels: .*no such card"):
+    with pytest.raises(SettingsError, match=f"^--quantize {asked} needs the Triton kernels: "):
         choose_products(asked, None, CUDA, torch.bfloat16)
 
 
