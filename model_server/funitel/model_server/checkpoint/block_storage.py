@@ -8,7 +8,7 @@ import torch
 from funitel.model_server.checkpoint.quantized_storage import QuantizedStorage, matrix_shape, raise_not_finite
 from funitel.model_server.checkpoint.storage import Files, PlainStorage, Range, Storage
 from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.block_formats import BlockFormat, format_of
+from funitel.model_server.quantized.block_formats import FORMATS, BlockFormat
 from funitel.model_server.quantized.config import Quantization
 from funitel.proto.errors import WeightsError
 
@@ -36,7 +36,7 @@ class BlockStorage(QuantizedStorage):
 
     def __init__(self, files: Files, stem: str, quantization: Quantization) -> None:
         super().__init__(files, stem, quantization)
-        self.format = named_format(quantization, stem)
+        self.format = FORMATS[quantization.format_of(stem)]
         self._data = self._slice("weight_blocks")
         num_outputs, num_bytes = matrix_shape(self._data, f"{stem}.weight_blocks")
         self._expect("weight_inputs", 1)
@@ -53,8 +53,7 @@ class BlockStorage(QuantizedStorage):
         size, num_bytes = self.format.num_inputs, self.format.num_bytes
         first, last = columns[0] // size * num_bytes, -(-columns[1] // size) * num_bytes
         found: torch.Tensor = self._data[slice(*rows), slice(first, last)]
-        _, scales, bases = self.format.parts(found)
-        self._finite("weight_blocks", torch.stack([scales, bases]))
+        self._finite("weight_blocks", torch.stack(self.format.scales(found)))
         return found.contiguous()
 
     def read_codes(self, rows: Range, columns: Range) -> Codes:
@@ -110,12 +109,3 @@ def _codes_of(source: BlockSource, name: str, rows: Range, columns: Range) -> Co
     zeros = torch.full_like(scales, offset, dtype=torch.uint8)
     kept = None if block_format.is_symmetric else bases if block_format.has_zero else bases.half()
     return Codes((codes + offset).to(torch.uint8).flatten(1)[:, part].contiguous(), scales.half(), zeros, groups, kept)
-
-
-def named_format(quantization: Quantization, stem: str) -> BlockFormat:
-    """The format of a layer. Raises: `WeightsError`: the configuration names none that is known."""
-    name = quantization.format_of(stem)
-    found = format_of(name)
-    if found is None:
-        raise WeightsError(f"quantization_config has the format {name!r} for {stem}, which is not known")
-    return found

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from funitel.proto.errors import SettingsError
 
+BUILT_IN = Path(__file__).with_name("calibration.txt")
+"""The texts that models are calibrated on where none are given."""
+
 
 def read_texts(path: str, flag: str) -> list[str]:
     """Texts of a file or folder in UTF-8; those of white space alone are left out.

@@ -2,13 +2,12 @@
 
 import logging
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from funitel.model_server import files
 from funitel.model_server.cpu.decoder import FusedDecoder
+from funitel.model_server.files.texts import BUILT_IN
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.models.joined import JoinedForward
@@ -16,7 +15,6 @@ from funitel.model_server.sequence.detokenizer import TextCodec
 
 logger = logging.getLogger(__name__)
 
-TEXT = Path(files.__file__).with_name("calibration.txt")
 WINDOW, NUM_WINDOWS = 256, 4  # tokens that are computed together
 NUM_FIRST = 32  # tokens that are computed as the first ones of a sequence, besides those of the windows
 
@@ -39,7 +37,7 @@ def frame_keys(forward: Forward, pools: Pools, codec: TextCodec, context: int) -
         return ""
     begin = time.perf_counter()
     window = min(WINDOW, context)
-    text = TEXT.read_text(encoding="utf-8")
+    text = BUILT_IN.read_text(encoding="utf-8")
     tokens = codec.encode(text, add_special_tokens=True)[: window * NUM_WINDOWS]
     lines = [line for line in text.splitlines() if line.strip()]
     encoded = (codec.encode(line, add_special_tokens=True) for line in lines[:: -(-len(lines) // NUM_FIRST)])

@@ -136,15 +136,24 @@ class BlockFormat:
         Bases are what codes of zero stand for.
         """
         each = blocks.reshape(len(blocks), -1, self.num_bytes)
-        size = _HALF_BYTES // 2 if self.is_symmetric else _HALF_BYTES
-        head = each[..., :size].contiguous().view(torch.float16).float()
+        size = self._head_bytes
         codes = self.unpack(each[..., size:].reshape(-1, self.num_bytes - size))
         codes = codes.view(torch.int8) if self.is_symmetric else codes
-        numbers = codes.reshape(*each.shape[:2], self.num_inputs).float()
+        return codes.reshape(*each.shape[:2], self.num_inputs).float(), *self.scales(blocks)
+
+    def scales(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales and bases of blocks alone, see `parts`; codes are not unpacked."""
+        each = blocks.reshape(len(blocks), -1, self.num_bytes)
+        head = each[..., : self._head_bytes].contiguous().view(torch.float16).float()
         if self.is_symmetric:
-            return numbers, head[..., 0], torch.zeros_like(head[..., 0])
+            return head[..., 0], torch.zeros_like(head[..., 0])
         scales, bases = (head[..., 0], head[..., 1]) if self.scale_first else (head[..., 1], head[..., 0])
-        return numbers, scales, -bases * scales if self.has_zero else bases
+        return scales, -bases * scales if self.has_zero else bases
+
+    @property
+    def _head_bytes(self) -> int:
+        """Of the scale, and of the base if there is one."""
+        return _HALF_BYTES // 2 if self.is_symmetric else _HALF_BYTES
 
     def decode(self, blocks: torch.Tensor, num_inputs: int) -> torch.Tensor:
         """The weights [outputs, num_inputs] float32 that blocks [outputs, bytes] stand for."""

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.files.texts import BUILT_IN
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QUANTIZE_METHODS, QuantizeSettings
 from funitel.model_server.tools.quantize import folder as output
-from funitel.model_server.tools.quantize.calibration import BUILT_IN, calibration_texts, tokenize
+from funitel.model_server.tools.quantize.calibration import calibration_texts, tokenize
 from funitel.model_server.tools.quantize.command import quantize
 from funitel.model_server.tools.quantize.job import Report
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError

@@ -135,16 +135,9 @@ inline void weigh_all(const PagedLatents<T>& paged, int first, int last, const f
 template <class T>
 inline void attend_latents(const PagedLatents<T>& paged, int from, int to, const Queries& all,
                            const float* const* queries, Scratch& s, Gathered* parts) {
-    int low[kMaxQueries], high[kMaxQueries], lowest = to, highest = from;
-    for (int q = 0; q < all.count; q++) {
-        low[q] = std::max(from, all.low[q]);
-        high[q] = std::max(low[q], std::min(to, all.high[q]));
-        if (low[q] < high[q]) {
-            lowest = std::min(lowest, low[q]);
-            highest = std::max(highest, high[q]);
-        }
-        parts[q] = {0.0f, 0.0f, s.values + size_t(q) * paged.rank};
-    }
+    const Seen seen(all, from, to);
+    const int *low = seen.low, *high = seen.high, lowest = seen.lowest, highest = seen.highest;
+    for (int q = 0; q < all.count; q++) parts[q] = {0.0f, 0.0f, s.values + size_t(q) * paged.rank};
     if (lowest >= highest) return;
     for (int q = 0; q < all.count;) {
         float* scores = s.scores + size_t(q) * s.stride + (lowest - from);

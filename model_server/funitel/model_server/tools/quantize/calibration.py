@@ -5,14 +5,11 @@ of Lewis Carroll's Alice's Adventures in Wonderland (1865) and propositions of I
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from funitel.model_server import files
-from funitel.model_server.files.texts import read_texts
+from funitel.model_server.files.texts import BUILT_IN, read_texts
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import SettingsError
 
-BUILT_IN = Path(files.__file__).with_name("calibration.txt")
 _SEPARATOR = "\n=====\n"  # between the texts of the file that comes with us
 
 
