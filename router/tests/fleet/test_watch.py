@@ -5,12 +5,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_control import fake_fleet
+from fake_control import FakeControl, fake_fleet
 from fakes import FakeEngine, eventually
 
 from funitel.proto.errors import NotReady, SettingsError
 from funitel.router.app import build_app
 from funitel.router.fleet.control import ControlSocket
+from funitel.router.fleet.snapshot import FleetSnapshot
+from funitel.router.fleet.watch import RECONNECT_SECONDS, watch
 from funitel.router.settings import RouterSettings
 
 ATTACHED, ACTIVITY = "/v1/fleet/attached", "/v1/fleet/activity"
@@ -82,6 +84,24 @@ async def test_health_waits_for_the_control_plane(tmp_path: Path) -> None:
             assert answer.status_code == 503
             assert "waiting for the control plane" in answer.text
             assert not app.state.models.is_started
+
+
+async def test_a_loss_is_logged_but_no_late_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    control = FakeControl(path=tmp_path / "late.sock", folder=tmp_path)
+    taken: list[FleetSnapshot] = []
+    watching = asyncio.create_task(watch(ControlSocket(str(control.path)), taken.append, lambda: None))
+    for count in (1, 2, 3):
+        await asyncio.sleep(2 * RECONNECT_SECONDS)  # not there at first, away afterwards
+        await control.start()
+
+        async def is_taken(count: int = count) -> bool:
+            return len(taken) >= count
+
+        await eventually(is_taken, "taken")
+        await control.stop()
+    watching.cancel()
+    assert caplog.messages.count("the control plane answers again") == 2
+    assert "stay as they are" in caplog.messages[0]
 
 
 async def test_a_socket_that_nobody_listens_on_is_one_clear_line(tmp_path: Path) -> None:

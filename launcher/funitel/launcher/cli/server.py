@@ -112,6 +112,7 @@ class _Launcher:
         self._name = settings.model_id or "the model"
         self._api = Api(f"http://127.0.0.1:{port}", settings.api_key)
         self._lines: deque[str] = deque([f"starting a server for {self._name}"], LAST_LINES)
+        self._unshown = deque(self._lines, LAST_LINES)
         words = ["--hostname", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         words += [] if settings.model_id is None else ["--model-id", settings.model_id]
         self._process = subprocess.Popen(
@@ -132,6 +133,7 @@ class _Launcher:
             text = _LINE_PREFIX.sub("", line.decode("utf-8", "replace").strip())
             if text:
                 self._lines.append(text)
+                self._unshown.append(text)
 
     def ready(self) -> Api:
         """Wait until it answers, showing its log lines.
@@ -144,10 +146,15 @@ class _Launcher:
                 if self._process.poll() is not None:
                     self._reader.join(timeout=1)
                     raise StartupError(self._reason())
-                status.show(self._lines[-1])
+                self._show(status)
                 time.sleep(POLL_SECONDS)
-            status.show(self._lines[-1])  # a small model may load between two polls
+            self._show(status)
         return self._api
+
+    def _show(self, status: Status) -> None:
+        """Show every line since the last call: a small model loads between two calls."""
+        while self._unshown:
+            status.show(self._unshown.popleft())
 
     def _answers(self) -> bool:
         try:

@@ -20,12 +20,14 @@ RECONNECT_SECONDS = 0.2
 async def watch(control: ControlSocket, take: Callable[[FleetSnapshot], None], on_connect: Callable[[], None]) -> None:
     """Give every snapshot to `take`, until cancelled; what was said last holds while the control plane is away.
 
+    A loss is logged once, and none before the first snapshot: beside one model the control plane starts after the router.
+
     Args:
         control: the control plane.
         take: is given each snapshot.
         on_connect: called after the first snapshot of each connection.
     """
-    is_lost = False
+    has_answered = is_lost = False
     while True:
         is_first = True
         try:
@@ -40,10 +42,11 @@ async def watch(control: ControlSocket, take: Callable[[FleetSnapshot], None], o
                         if is_lost:
                             logger.warning("the control plane answers again")
                         is_first = is_lost = False
+                        has_answered = True
         except NotReady as error:
-            if not is_lost:
+            if has_answered and not is_lost:
                 logger.warning("the models stay as they are: %s", error.message)
-        is_lost = True
+        is_lost = has_answered
         await asyncio.sleep(RECONNECT_SECONDS)
 
 
