@@ -20,7 +20,7 @@ RECONNECT_SECONDS = 0.2
 async def watch(control: ControlSocket, take: Callable[[FleetSnapshot], None], on_connect: Callable[[], None]) -> None:
     """Give every snapshot to `take`, until cancelled; what was said last holds while the control plane is away.
 
-    A loss is logged once, and none before the first snapshot: beside one model the control plane starts after the router.
+    A loss is logged once, none before the first snapshot: beside one model the control plane starts after the router.
 
     Args:
         control: the control plane.

@@ -674,6 +674,8 @@ class Engine {
                 lowest = std::min(lowest, low);
                 highest = std::max(highest, position + 1);
             }
+            queries.begin = item.part < 0 ? lowest : item.part * part_;
+            queries.end = item.part < 0 ? highest : std::min(highest, (item.part + 1) * part_);
             attend_queries<Keys>(source, kv_head, first_head, heads, item, queries, lowest, highest, s);
         }
     }

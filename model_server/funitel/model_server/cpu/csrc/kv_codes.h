@@ -123,7 +123,9 @@ struct CodePages {
     size_t scales_bytes() const { return 2 * sizeof(Half) * size_t(block_size); }
     size_t key_bytes() const { return size_t(padded_dim()) / kPerByte * block_size; }
     size_t value_bytes() const { return size_t(padded_dim()) / kPerByte * rows() * kQuad; }
-    size_t layer_bytes() const { return num_kv_heads * (key_bytes() + value_bytes() + 2 * scales_bytes()); }
+    size_t key_size() const { return key_bytes() + scales_bytes(); }  // of a head, with scales and zeros
+    size_t value_size() const { return value_bytes() + scales_bytes(); }
+    size_t layer_bytes() const { return num_kv_heads * (key_size() + value_size()); }
 
     CodePages(void* pool, const int32_t* blocks, int block_size, int num_kv_heads, int head_dim, int num_layers, int layer,
               const KeyFrame& frame)
@@ -134,10 +136,10 @@ struct CodePages {
     }
 
     uint8_t* keys(int block, int head) const {
-        return pool + size_t(blocks[block]) * block_stride + layer_offset + head * (key_bytes() + scales_bytes());
+        return pool + size_t(blocks[block]) * block_stride + layer_offset + head * key_size();
     }
     uint8_t* values(int block, int head) const {
-        return keys(block, 0) + num_kv_heads * (key_bytes() + scales_bytes()) + head * (value_bytes() + scales_bytes());
+        return keys(block, 0) + num_kv_heads * key_size() + head * value_size();
     }
     // The scales of a block's tokens, which the zeros follow, behind codes of so many bytes.
     static Half* scales(uint8_t* codes, size_t num_bytes) { return reinterpret_cast<Half*>(codes + num_bytes); }
@@ -211,11 +213,14 @@ struct CodePages {
 
 // Sixteen levels as two planes of signed bytes: level = high x kPlaneBase + low.
 struct PlaneBytes {
+    F16 lower, upper;
     __m128i low, high;
 
     explicit PlaneBytes(F16 levels) {
-        const F16 whole = nearest(levels), upper = nearest(mul(whole, splat(1.0f / kPlaneBase)));
-        low = to_bytes(fma(upper, splat(-float(kPlaneBase)), whole));
+        const F16 whole = nearest(levels);
+        upper = nearest(mul(whole, splat(1.0f / kPlaneBase)));
+        lower = fma(upper, splat(-float(kPlaneBase)), whole);
+        low = to_bytes(lower);
         high = to_bytes(upper);
     }
 };
@@ -409,14 +414,14 @@ inline void set_weight_levels(const CodePages<Bits>& pages, int head, int from, 
     float* weights = s.scores + size_t(place) * s.stride;
     const int first = low / size, end = divide_up(high, size);
     F16 top = splat(0.0f), check = splat(0.0f), zeros = splat(0.0f);
-    auto each = [&](auto function) {
+    auto each = [&](auto function) __attribute__((always_inline)) {
         for (int block = first; block < end; block++) {
             for (int offset = 0; offset < size; offset += kLanes) {
                 function(block, offset, std::min(kLanes, size - offset), weights + (block * size + offset - from));
             }
         }
     };
-    each([&](int block, int offset, int n, float* weight) {
+    each([&](int block, int offset, int n, float* weight) __attribute__((always_inline)) {
         const Half* scale = CodePages<Bits>::scales(pages.values(block, head), pages.value_bytes()) + offset;
         F16 w = load(weight, n), scales = load(scale, n), zero = load(scale + size, n);
         const int begin = low - block * size - offset, stop = high - block * size - offset;
@@ -435,28 +440,34 @@ inline void set_weight_levels(const CodePages<Bits>& pages, int head, int from, 
     const F16 inverse = inverse_level(most);
     int32_t* words = s.weight_words(place);
     const int num_words = s.num_weight_words;
-    int low_total = 0, high_total = 0;
+    F16 low_total = splat(0.0f), high_total = splat(0.0f);  // whole numbers below 2^24
     std::fill(words, words + 2 * num_words, 0);
-    each([&](int block, int offset, int n, float* weight) {
+    each([&](int block, int offset, int n, float* weight) __attribute__((always_inline)) {
         const PlaneBytes planes(mul(load(weight, n), inverse));
-        const int word = (block - from / size) * rows + offset / kQuad;
-        const size_t bytes = size_t(divide_up(n, kQuad)) * sizeof(int32_t);
-        std::memcpy(words + word, &planes.low, bytes);
-        std::memcpy(words + num_words + word, &planes.high, bytes);
-        low_total += sum(planes.low);
-        high_total += sum(planes.high);
+        int32_t* word = words + (block - from / size) * rows + offset / kQuad;
+        if (n == kLanes) {
+            std::memcpy(word, &planes.low, kLanes);
+            std::memcpy(word + num_words, &planes.high, kLanes);
+        } else {
+            const size_t bytes = size_t(divide_up(n, kQuad)) * sizeof(int32_t);
+            std::memcpy(word, &planes.low, bytes);
+            std::memcpy(word + num_words, &planes.high, bytes);
+        }
+        low_total = add(low_total, planes.lower);
+        high_total = add(high_total, planes.upper);
     });
     LevelWeights& own = s.level_weights[place];
     own.size = level_size(most);
     own.zeros = sum(zeros);
-    own.totals[0] = -low_total;
-    own.totals[1] = -high_total;
+    own.totals[0] = -static_cast<int32_t>(sum(low_total));
+    own.totals[1] = -static_cast<int32_t>(sum(high_total));
 }
 
-// V vectors of values from input `d` on of N queries from `place` on, gathered from the rows of tokens [low, high).
+// V vectors of values from input `d` on of N queries from `place` on, gathered from the rows of tokens [low, high). With
+// the first of them keys of the next part are read ahead, those of blocks before `end`.
 template <int Bits, int N, int V>
-inline void weigh_codes(const CodePages<Bits>& pages, int head, int from, int low, int high, const Scratch& s, int place,
-                        int d) {
+inline void weigh_codes(const CodePages<Bits>& pages, int head, int from, int low, int high, int end, const Scratch& s,
+                        int place, int d) {
     using Code = Codes<CodePages<Bits>::kMostCode>;
     constexpr int per_byte = CodePages<Bits>::kPerByte;
     const int size = pages.block_size, rows = pages.rows(), dim = pages.head_dim;
@@ -474,11 +485,13 @@ inline void weigh_codes(const CodePages<Bits>& pages, int head, int from, int lo
         }
         int count = 0;
         for (int block = low / size; block * size < high; block++) {
+            const int later = block + part_size(size) / size;
+            if (place == 0 && d == 0 && later < end) prefetch(pages.keys(later, head), pages.key_size());
             const int begin = std::max(0, low - block * size) / kQuad;
-            const int end = divide_up(std::min(size, high - block * size), kQuad);
+            const int last = divide_up(std::min(size, high - block * size), kQuad);
             const uint8_t* source = pages.values(block, head) + begin * row_bytes + size_t(d) / per_byte * kQuad;
             int word = (block - from / size) * rows + begin;
-            for (int row = begin; row < end; row++, word++, source += row_bytes) {
+            for (int row = begin; row < last; row++, word++, source += row_bytes) {
                 count++;
                 auto add = [&](int v, Bytes bytes) {
                     const Code code(bytes);
@@ -522,15 +535,15 @@ inline void weigh_codes(const CodePages<Bits>& pages, int head, int from, int lo
 }
 
 template <int Bits, int N>
-inline void weigh_all_codes(const CodePages<Bits>& pages, int head, int from, int low, int high, const Scratch& s,
+inline void weigh_all_codes(const CodePages<Bits>& pages, int head, int from, int low, int high, int end, const Scratch& s,
                             int place) {
     constexpr int least = CodePages<Bits>::kPerByte, most = kRegisters == 32 ? 4 : 2;
     const int padded = pages.padded_dim();
     int d = 0;
     for (; d + most * kLanes <= padded; d += most * kLanes) {
-        weigh_codes<Bits, N, most>(pages, head, from, low, high, s, place, d);
+        weigh_codes<Bits, N, most>(pages, head, from, low, high, end, s, place, d);
     }
-    for (; d < padded; d += least * kLanes) weigh_codes<Bits, N, least>(pages, head, from, low, high, s, place, d);
+    for (; d < padded; d += least * kLanes) weigh_codes<Bits, N, least>(pages, head, from, low, high, end, s, place, d);
 }
 
 // As `attend_part` for numbers.
@@ -540,9 +553,11 @@ inline void attend_codes(const CodePages<Bits>& pages, int head, int from, int t
     const Seen seen(all, from, to);
     for (int q = 0; q < all.count; q++) parts[q] = {0.0f, 0.0f, s.values + size_t(q) * pages.head_dim};
     if (seen.lowest >= seen.highest) return;
-    const int size = pages.block_size;
+    const int size = pages.block_size, end = divide_up(all.end, size);
     for (int block = seen.lowest / size; block * size < seen.highest; block++) {
         const uint8_t* keys = pages.keys(block, head);
+        if (from <= all.begin) read_keys_ahead(pages, head, block, std::min(end, to / size));
+        prefetch(pages.values(block, head), pages.value_size());
         for (int offset = 0; offset < size; offset += kLanes) {
             const int token = block * size + offset;
             if (token >= seen.highest) break;
@@ -571,10 +586,10 @@ inline void attend_codes(const CodePages<Bits>& pages, int head, int from, int t
             high = std::max(high, seen.high[i]);
         }
         if (low < high) {
-            if (n == 1) weigh_all_codes<Bits, 1>(pages, head, from, low, high, s, q);
-            if (n == 2) weigh_all_codes<Bits, 2>(pages, head, from, low, high, s, q);
+            if (n == 1) weigh_all_codes<Bits, 1>(pages, head, from, low, high, end, s, q);
+            if (n == 2) weigh_all_codes<Bits, 2>(pages, head, from, low, high, end, s, q);
             if constexpr (kCodeValueQueries >= 3) {
-                if (n == 3) weigh_all_codes<Bits, 3>(pages, head, from, low, high, s, q);
+                if (n == 3) weigh_all_codes<Bits, 3>(pages, head, from, low, high, end, s, q);
             }
         }
         q += n;
