@@ -161,6 +161,17 @@ class DotSum {
 #endif
     }
 
+    // With four levels in every word. g++ keeps sums in registers throughout a loop if no assembly in it names memory.
+    void add(const Codes<MostCode>& codes, Bytes levels) {
+#if defined(__AVX512F__)
+        Bytes total = total_;
+        asm("vpdpbusd %[levels], %[codes], %[total]" : [total] "+v"(total) : [codes] "v"(codes.bytes), [levels] "v"(levels));
+        total_ = total;
+#else
+        total_ = _mm256_dpbusd_epi32(total_, codes.bytes, levels);
+#endif
+    }
+
     // After so many quads of codes, counted from the start.
     void settle(int) {}
     Bytes total() const { return total_; }
@@ -218,10 +229,12 @@ class DotSum {
         recent_ = splat_words(0);
     }
 
-    void add(const Codes<MostCode>& codes, const int32_t* levels) {
-        Bytes bytes = splat_words(*levels);
-        if (is_wide(MostCode)) bytes = codes.signed_levels(bytes);
-        Bytes products = pair_products(codes.bytes, bytes);
+    void add(const Codes<MostCode>& codes, const int32_t* levels) { add(codes, splat_words(*levels)); }
+
+    // With four levels in every word.
+    void add(const Codes<MostCode>& codes, Bytes levels) {
+        if (is_wide(MostCode)) levels = codes.signed_levels(levels);
+        Bytes products = pair_products(codes.bytes, levels);
         if (kQuadsEach == 1) {
             total_ = add_words(total_, sum_pairs(products));
         } else {

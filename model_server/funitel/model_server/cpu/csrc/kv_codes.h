@@ -295,7 +295,7 @@ struct PlaneSums {
         low.start(totals);
         high.start(totals + 1);
     }
-    void add(const Codes<CodePages<Bits>::kMostCode>& codes, const int32_t* low_levels, const int32_t* high_levels) {
+    void add(const Codes<CodePages<Bits>::kMostCode>& codes, Bytes low_levels, Bytes high_levels) {
         low.add(codes, low_levels);
         high.add(codes, high_levels);
     }
@@ -316,16 +316,16 @@ inline void score_codes(const uint8_t* codes, const Half* scales, const Half* ze
         PlaneSums<Bits> sums[N];
 #pragma GCC unroll 6
         for (int q = 0; q < N; q++) sums[q].start(s.level_queries[place + q].totals);
-        auto add = [&](int quad, Bytes bytes) {
+        auto add = [&](int quad, Bytes bytes) __attribute__((always_inline)) {
             const Code code(bytes);
 #pragma GCC unroll 6
             for (int q = 0; q < N; q++) {
                 const int32_t* words = query_words(s, quad, place + q);
-                sums[q].add(code, words, words + 1);
+                sums[q].add(code, splat_words(words[0]), splat_words(words[1]));
                 sums[q].settle(quad + 1);
             }
         };
-        auto add_bytes = [&](int i, const uint8_t* source) {
+        auto add_bytes = [&](int i, const uint8_t* source) __attribute__((always_inline)) {
             const Bytes bytes = load_bytes(source);
             if constexpr (Bits == 8) {
                 add(i, bytes);
@@ -493,11 +493,11 @@ inline void weigh_codes(const CodePages<Bits>& pages, int head, int from, int lo
             int word = (block - from / size) * rows + begin;
             for (int row = begin; row < last; row++, word++, source += row_bytes) {
                 count++;
-                auto add = [&](int v, Bytes bytes) {
+                auto add = [&](int v, Bytes bytes) __attribute__((always_inline)) {
                     const Code code(bytes);
 #pragma GCC unroll 3
                     for (int q = 0; q < N; q++) {
-                        sums[q][v].add(code, words[q] + word, words[q] + s.num_weight_words + word);
+                        sums[q][v].add(code, splat_words(words[q][word]), splat_words(words[q][s.num_weight_words + word]));
                         sums[q][v].settle(count);
                     }
                 };
