@@ -278,6 +278,6 @@ async def test_what_cannot_be_is_told_in_one_line(
         async with running(folder, tmp_path, num_bytes=5000):
             pass
     monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_bavail=100, f_frsize=PAGE))
-    with pytest.raises(SettingsError, match=r"^--kv-disk-gb: 1 files of \d+ bytes need \d+ more in .* lower it$"):
+    with pytest.raises(SettingsError, match=r"^--kv-disk-gb: 1 x \d+ bytes need \d+ more in .* lower it$"):
         async with running(folder, tmp_path):
             pass

@@ -210,7 +210,7 @@ def test_blocks_are_the_default_where_there_are_any(tmp_path: Path, caplog: pyte
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
     executor, info = load(settings, folder)
     assert (info.dtype, executor.options.dtype) == ("gguf", torch.bfloat16)
-    said = "weights are kept as in the GGUF (Q4_1), the default on a CPU; --dtype float32 keeps them exact"
+    said = "weights are kept as stored (Q4_1), the default on a CPU; --dtype float32 keeps them exact"
     assert said in caplog.messages
     assert any("of 14 matrices 3 are kept as int8" in text and "down_proj" in text for text in caplog.messages)
     assert load(replace(settings, quantize="gguf"), folder)[1].dtype == "gguf"

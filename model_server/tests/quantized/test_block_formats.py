@@ -162,8 +162,9 @@ def test_a_pattern_gives_some_matrices_another_format() -> None:
     assert named(rules, "model.layers.3.mlp.down_proj") == "q6_b64t1"
     assert named(rules, "lm_head", is_table=True) == "q4_b64t1"
     assert named(rules, "model.embed_tokens", is_table=True) == "q8_b32t2"
-    with pytest.raises(SettingsError, match="'lm_head' is part of the name of no matrix; names are like a.down_proj"):
-        rules.check_used(["a.down_proj"])
+    unused = "^--tensor: 'lm_head' is part of the name of no matrix; names end in down_proj, embed_tokens$"
+    with pytest.raises(SettingsError, match=unused):
+        rules.check_used(["model.embed_tokens", "a.down_proj", "b.down_proj"])
 
 
 def test_inputs_that_are_no_whole_groups_get_smaller_groups() -> None:
@@ -183,9 +184,10 @@ def test_inputs_that_are_no_whole_groups_get_smaller_groups() -> None:
     [
         ("lm_head", "'lm_head' must be PATTERN=FORMAT"),
         ("=q8", "'=q8' must be PATTERN=FORMAT"),
-        ("lm_head=q9", "'q9' is no format of blocks; there are q8, q6"),
+        ("lm_head=q9", "'lm_head=q9': 'q9' is no format of blocks; there are q8, q6"),
     ],
 )
-def test_a_rule_that_makes_no_sense_is_named(others: str, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        BlockRules.parse("q4", others)
+@pytest.mark.parametrize("flag", ["--tensor", "--quantize-tensors"])
+def test_a_rule_that_makes_no_sense_is_named_with_its_flag(others: str, message: str, flag: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{flag} {message}"):
+        BlockRules.parse("q4", others, flag=flag)

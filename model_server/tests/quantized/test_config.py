@@ -208,17 +208,24 @@ def test_groups_that_differ_are_refused(tmp_path: Path) -> None:
 def test_the_flag_must_fit_the_checkpoint() -> None:
     gptq = Quantization(method="gptq", bits=4, group_size=128)
     int8 = Quantization(method="compressed-tensors", bits=8, group_size=-1)
+    blocks = Quantization(method="funitel-blocks", bits=0, group_size=0, formats=(("", "q3h_b64t1"),))
     for asked, found in ((None, None), (None, gptq), ("gptq", gptq), ("int8", int8), ("compressed-tensors", int8)):
         check_flag(asked, found)
     for found in (gptq, int8):
         check_flag("marlin", found)
     with pytest.raises(SettingsError, match="--quantize marlin: .* those of this checkpoint are not; --quantize int8"):
         check_flag("marlin", None)
-    with pytest.raises(SettingsError, match="--quantize gguf: blocks of a GGUF .* on a CPU only"):
+    with pytest.raises(
+        SettingsError, match="--quantize gguf: blocks .* on a CPU only: name a GGUF .* and give --device cpu$"
+    ):
         check_flag("gguf", None)
-    with pytest.raises(SettingsError, match="--quantize gptq: the weights of this checkpoint are not quantised"):
+    with pytest.raises(SettingsError, match="--quantize gptq: .* are not quantised; funitel quantize MODEL OUTPUT_DIR"):
         check_flag("gptq", None)
     with pytest.raises(SettingsError, match=r"--quantize int8: this checkpoint is quantised as gptq \(4 bits\)"):
         check_flag("int8", gptq)
     with pytest.raises(SettingsError, match=r"--quantize gptq: this checkpoint is quantised as int8 \(8 bits\)"):
         check_flag("gptq", int8)
+    with pytest.raises(
+        SettingsError, match="--quantize q4: this checkpoint is quantised as q3h_b64t1; leave the flag out"
+    ):
+        check_flag("q4", blocks)

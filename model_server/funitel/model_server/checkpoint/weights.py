@@ -287,7 +287,7 @@ class Weights:
             if others is not None:
                 raise SettingsError(f"--quantize-tensors {others} is for --quantize with blocks, such as q4 or a16w8")
             return
-        rules = BlockRules.parse(usual.name, others)
+        rules = BlockRules.parse(usual.name, others, flag="--quantize-tensors")
         self.block_format = usual.name
         rules.check_used([name.removesuffix(".weight") for name in self._storages])
         tables = {each for table in (names.embedding, names.head) for each in (table, self.prefix + table)}

@@ -192,7 +192,7 @@ def choose_tier(
     made = MADE.get(quantize or "") if quantization is None else None
     if made is not None and dtype not in (None, "float16"):
         what = "keeps blocks" if made is Tier.GGUF else "makes int8 of the weights"
-        raise SettingsError(f"--quantize {quantize} {what}, --dtype {dtype} keeps them: give one")
+        raise SettingsError(f"--quantize {quantize} {what}, --dtype {dtype} keeps {dtype}: give one")
     if made is Tier.GGUF and not has_blocks:
         raise SettingsError(
             "--quantize gguf: this model is no GGUF file, or one without quantised matrices; "

@@ -111,7 +111,8 @@ class SlotFile:
                 if fd is not None:
                     return cls._of(fd, path, layout, num_files)
         except OSError as error:
-            raise SettingsError(f"--kv-disk-dir {folder}: {error.filename or folder}: {error.strerror}") from error
+            where = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
+            raise SettingsError(f"--kv-disk-dir {folder}: {where}{error.strerror}") from error
         raise SettingsError(f"--kv-disk-dir {folder}: {MAX_FILES} files {stem}-N.kv are in use by other processes")
 
     @classmethod
@@ -249,7 +250,7 @@ def _check_room(fd: int, folder: Path, layout: SlotLayout, num_files: int) -> No
     free = room.f_bavail * room.f_frsize
     if needed > free:
         raise SettingsError(
-            f"--kv-disk-gb: {num_files} files of {layout.num_bytes} bytes need {needed} more in {folder}, which has "
+            f"--kv-disk-gb: {num_files} x {layout.num_bytes} bytes need {needed} more in {folder}, which has "
             f"{free} free: lower it"
         )
 

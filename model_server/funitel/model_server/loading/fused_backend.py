@@ -139,7 +139,7 @@ def _log_tier(decoder: fused.FusedDecoder, *, is_default: bool) -> None:
         return
     if is_default and decoder.tier is Tier.GGUF:
         types = ", ".join(sorted({kind.name for kind in kinds.values() if kind is not decoder.tier.kind}))
-        logger.info("weights are kept as in the GGUF (%s), the default on a CPU; %s", types, _EXACT)
+        logger.info("weights are kept as stored (%s), the default on a CPU; %s", types, _EXACT)
     elif is_default:
         logger.info("weights are kept as %s, the default on a CPU; %s", decoder.tier.label, _EXACT)
     if decoder.tier is Tier.GGUF and others:

@@ -305,43 +305,44 @@ def format_of(name: str) -> BlockFormat | None:
 class BlockRules:
     """Which format each matrix has: `usual`, or that of the first of `others` of which a pattern is in its name.
 
-    Embeddings and head have `table` where no pattern says another.
+    Embeddings and head have `table` where no pattern says another. `flag` is where the patterns were given.
     """
 
     usual: BlockFormat
     others: tuple[tuple[str, BlockFormat], ...] = ()
     table: BlockFormat = FORMATS["q8_b32t2"]
+    flag: str = "--tensor"
 
     @classmethod
-    def parse(cls, usual: str, others: str | None) -> "BlockRules":
-        """`usual` is a name; `others` are `pattern=name`, parted by commas.
+    def parse(cls, usual: str, others: str | None, *, flag: str = "--tensor") -> "BlockRules":
+        """`usual` is a name; `others` are `pattern=name`, parted by commas, the value of `flag`.
 
         Raises:
             SettingsError: a name is not that of a format.
         """
-        found = [cls._rule(each.strip()) for each in (others or "").split(",") if each.strip()]
-        return cls(cls._named(usual), tuple(found))
+        found = [cls._rule(each.strip(), flag) for each in (others or "").split(",") if each.strip()]
+        return cls(cls._named(usual, ""), tuple(found), flag=flag)
 
     @classmethod
-    def _rule(cls, text: str) -> tuple[str, BlockFormat]:
+    def _rule(cls, text: str, flag: str) -> tuple[str, BlockFormat]:
         pattern, separator, name = text.partition("=")
         if not separator or not pattern.strip():
-            raise SettingsError(f"--tensor {text!r} must be PATTERN=FORMAT, such as lm_head=q8")
-        return pattern.strip(), cls._named(name.strip())
+            raise SettingsError(f"{flag} {text!r} must be PATTERN=FORMAT, such as down_proj=q6")
+        return pattern.strip(), cls._named(name.strip(), f"{flag} {text!r}: ")
 
     @staticmethod
-    def _named(name: str) -> BlockFormat:
+    def _named(name: str, given: str) -> BlockFormat:
         found = format_of(name)
         if found is None:
-            raise SettingsError(f"{name!r} is no format of blocks; there are {', '.join((*ALIASES, *FORMATS))}")
+            raise SettingsError(f"{given}{name!r} is no format of blocks; there are {', '.join((*ALIASES, *FORMATS))}")
         return found
 
     def check_used(self, stems: Collection[str]) -> None:
         """Raise SettingsError for a pattern that is part of the name of no matrix."""
         unused = next((pattern for pattern, _ in self.others if not any(pattern in stem for stem in stems)), None)
         if unused is not None:
-            example = min(stems, default="none")
-            raise SettingsError(f"{unused!r} is part of the name of no matrix; names are like {example}")
+            ends = ", ".join(sorted({stem.rpartition(".")[2] for stem in stems}))
+            raise SettingsError(f"{self.flag}: {unused!r} is part of the name of no matrix; names end in {ends}")
 
     def of(self, stem: str, num_inputs: int, *, is_table: bool) -> BlockFormat | None:
         """The format of a matrix; None where its inputs are no whole blocks of it.

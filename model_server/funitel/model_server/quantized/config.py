@@ -71,12 +71,16 @@ def check_flag(asked: str | None, found: Quantization | None) -> None:
             "compressed-tensors; those of this checkpoint are not; --quantize int8 makes them int8 as they are loaded"
         )
     if asked == "gguf":
-        raise SettingsError("--quantize gguf: blocks of a GGUF are kept as they are on a CPU only; give --device cpu")
+        raise SettingsError(
+            "--quantize gguf: blocks of a GGUF are kept as they are, on a CPU only: "
+            "name a GGUF as --model-id and give --device cpu"
+        )
     if found is None:
         raise SettingsError(
             f"--quantize {asked}: the weights of this checkpoint are not quantised; "
-            f"funitel-server quantize MODEL_ID OUTPUT_DIR makes a checkpoint that is"
+            f"funitel quantize MODEL OUTPUT_DIR makes a checkpoint that is"
         )
+    bits = f" ({found.bits} bits)" if found.bits else ""  # the name of a format of blocks has them
     raise SettingsError(
-        f"--quantize {asked}: this checkpoint is quantised as {found.flags[0]} ({found.bits} bits); leave the flag out"
+        f"--quantize {asked}: this checkpoint is quantised as {found.flags[0]}{bits}; leave the flag out"
     )

@@ -94,9 +94,7 @@ class CheckSpecSettings:
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4", "none")
-_TENSORS = (
-    "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of the name, such as lm_head=q8."
-)
+_TENSORS = "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of the name, such as down_proj=q6."
 _OF_GPTQ = tuple("groupsize act_order symmetric percdamp calibration_file num_samples sequence_length".split())
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
@@ -118,7 +116,7 @@ class QuantizeSettings:
     )
     to: str | None = setting(
         None,
-        "Blocks to write in place of a method, by their short or full name: q8 q6 q5 q4 q3h q3 q2 a16w8 a16w4.",
+        "Blocks to write in place of a method, by their short name, or a full name such as q5_b32t1.",
         choices=ALIASES,
         unlisted=BLOCK_FORMATS,
         env=None,
@@ -625,7 +623,10 @@ class PerplexitySettings:
 
     model_id: str
     text: str = setting(
-        "", "UTF-8 text to predict, or a .jsonl file of texts: a string, or an object with `text`, a line.", env=None
+        "",
+        "UTF-8 text to predict, or a .jsonl file of texts: a string, or an object with `text`, a line; "
+        "or a folder of *.txt and *.jsonl.",
+        env=None,
     )
     against: str | None = setting(
         None, "Reference model, with the same tokenizer: adds the KL divergence from it.", env=None

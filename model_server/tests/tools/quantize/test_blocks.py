@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused(model: Path, tmp_path: Path) -> None:
         write(odd, tmp_path / "b", "q6", tensor=None)
     with pytest.raises(SettingsError, match="--quantize-tensors lm_head=q8 is for --quantize with blocks"):
         load_executor(model, quantize_tensors="lm_head=q8")
-    with pytest.raises(SettingsError, match="--quantize q4 keeps blocks, --dtype bfloat16 keeps them: give one"):
+    with pytest.raises(SettingsError, match="--quantize q4 keeps blocks, --dtype bfloat16 keeps bfloat16: give one"):
         load_executor(model, quantize="q4", dtype="bfloat16")
 
 
