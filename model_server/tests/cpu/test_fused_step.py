@@ -403,6 +403,13 @@ def test_exact_and_quantised_weights_are_not_both_given() -> None:
         choose_tier("float32", "int8", None)
 
 
+def test_blocks_that_no_matrix_has_are_named() -> None:
+    with pytest.raises(SettingsError, match=r"^--quantize q3h: no matrix of this model has whole blocks of inputs"):
+        choose_tier(None, "q3h", None)
+    with pytest.raises(SettingsError, match=r"^--quantize gguf: this model is no GGUF file"):
+        choose_tier(None, "gguf", None)
+
+
 def test_the_default_tier_is_reported_with_the_way_to_exact_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from funitel.model_server.kv_cache.slot_file import PAGE
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError
+from funitel.proto.settings.layer_parts import LayerParts
 from funitel.proto.step import BlockCopy, StoredBlock, WarmupLimits, WarmupResult
 from funitel_testing.executors import BLOCK_SIZE, ids_of, load_executor, num_sequences, run_alone, run_out, start
 from funitel_testing.tiny import save_tiny
@@ -199,6 +200,7 @@ def test_what_a_file_is_of(tmp_path: Path) -> None:
         {"quantize": "x"},
         {"block_size": 32},
         {"sharded": True, "rank": 1, "world_size": 2},
+        {"layer_parts": LayerParts("0-0=int8,1-2=float32")},
     ):
         assert tier_of(model, **change).identity != own.identity
     assert tier_of(model, sharded=True, rank=1, world_size=2).stem.endswith("-rank1of2")

@@ -116,6 +116,18 @@ def test_two_processes_have_two_files(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_process_takes_the_file_that_is_its_own_before_others(tmp_path: Path) -> None:
+    other = SlotLayout(NUM_SLOTS, NUM_BYTES, b"g" * 32)
+    files = [opened(tmp_path), opened(tmp_path, other)]
+    for number, file in enumerate(files):
+        save(file, 0, number)
+        file.close()
+    for layout, number in ((other, 1), (LAYOUT, 0)):  # started in the other order
+        file = opened(tmp_path, layout)
+        assert load(file, 0, number) == content(number)
+        file.close()
+
+
 def test_what_cannot_be_a_folder_or_a_file_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(SettingsError, match=r"^--kv-disk-dir [^:]*file: (Not a directory|File exists)$"):

@@ -94,8 +94,8 @@ def test_each_part_is_loaded_in_its_precision_and_the_log_says_which(
         executor, info = load_generator(settings, folder)
     assert [decoder.tier for decoder in decoders_of(executor)] == [Tier.BFLOAT16, Tier.INT8]
     assert info.dtype == "0-0=cpu:bfloat16,1-2=cpu:int8"
-    assert "layers 0..0 of 3 device=cpu step=fused precision=torch.bfloat16 kv_dtype=torch.bfloat16" in caplog.text
-    assert "layers 1..2 of 3 device=cpu step=fused precision=int8 kv_dtype=torch.bfloat16" in caplog.text
+    assert "layers 0..0 of 3 device=cpu step=fused precision=torch.bfloat16 kv_dtype=bfloat16" in caplog.text
+    assert "layers 1..2 of 3 device=cpu step=fused precision=int8 kv_dtype=bfloat16" in caplog.text
     held = [decoder.program.held_bytes for decoder in decoders_of(executor)]
     assert info.weight_bytes == sum(held)
     assert f"weight_bytes={held[0]}" in caplog.text
@@ -345,6 +345,12 @@ def test_all_layers_on_the_gpu_are_no_parts(folder: Path) -> None:
     table = LayerParts("0-1=cuda,2-2=cuda")
     with pytest.raises(SettingsError, match=r"0-1=cuda,2-2=cuda has all layers on the GPU: leave it out$"):
         parts_of(settings_of(folder, layer_parts=table), choose_spec(None, folder), CUDA)
+
+
+def test_layers_on_a_gpu_have_no_blocks_in_a_file(folder: Path) -> None:
+    for placed in ({"gpu_layers": 2}, {"layer_parts": LayerParts("0-0=int8,1-2=cuda")}):
+        with pytest.raises(SettingsError, match=r"^--kv-disk-gb 2 cannot be used with --(gpu-layers|layer-parts) "):
+            parts_of(settings_of(folder, kv_disk_gb=2.0, **placed), choose_spec(None, folder), CUDA)
 
 
 def test_models_with_states_and_layers_that_share_keys_are_refused(tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ def choose_tier(
         what = "keeps blocks" if made is Tier.GGUF else "makes int8 of the weights"
         raise SettingsError(f"--quantize {quantize} {what}, --dtype {dtype} keeps {dtype}: give one")
     if made is Tier.GGUF and not has_blocks:
+        if quantize != "gguf":
+            raise SettingsError(f"--quantize {quantize}: no matrix of this model has whole blocks of inputs")
         raise SettingsError(
             "--quantize gguf: this model is no GGUF file, or one without quantised matrices; "
             "give a GGUF file or its name in the catalogue as --model-id"

@@ -11,7 +11,7 @@ import re
 import stat
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -167,7 +167,8 @@ def disk_tier_of(
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", settings.model_id.strip("/").rpartition("/")[2])[:_MAX_NAME].strip("-.")
     place = hashlib.sha256(settings.model_id.encode()).hexdigest()[:8]
     stem = f"{name or 'model'}-{place}-rank{settings.rank}of{settings.world_size}"
-    given = {key: str(value) for key, value in asdict(settings).items() if key not in _WITHOUT_EFFECT}
+    given = {each.name: str(getattr(settings, each.name)) for each in fields(settings)}
+    given = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
     others = [Path(other) for other in (settings.draft_model, settings.model_spec) if other is not None]
     try:
         files = [_files_of(path) for path in (folder, *others) if path.exists()]

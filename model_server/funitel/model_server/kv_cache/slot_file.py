@@ -96,9 +96,9 @@ class SlotFile:
 
     @classmethod
     def open(cls, folder: Path, stem: str, layout: SlotLayout, num_files: int = 1) -> "SlotFile":
-        """Open the first file `STEM-N.kv` of a folder that no other process has, with what it holds, or make it anew.
+        """Open a file `STEM-N.kv` of a folder that no other process has, with what it holds, or make it anew.
 
-        A file is discarded, with a line in the log, where it is damaged or of another layout or fingerprint. It is
+        It is the first of this layout and fingerprint, or else the first of all. A file is discarded, with a line in the log, where it is damaged or of another layout or fingerprint. It is
         readable by its owner alone. `num_files` of as many bytes are to have room.
 
         Raises:
@@ -106,7 +106,8 @@ class SlotFile:
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in (folder / f"{stem}-{number}.kv" for number in range(MAX_FILES)):
+            paths = [folder / f"{stem}-{number}.kv" for number in range(MAX_FILES)]
+            for path in sorted(paths, key=lambda path: not _begins_with(path, layout.head)):
                 fd = _locked(path)
                 if fd is not None:
                     return cls._of(fd, path, layout, num_files)
@@ -226,6 +227,17 @@ def _read_entry(found: bytes) -> tuple[bytes, bytes, float] | None:
         return None
     _, version, _, key, digest, used_at = _ENTRY.unpack(packed)
     return (key, digest, used_at) if version == VERSION else None
+
+
+def _begins_with(path: Path, head: bytes) -> bool:
+    """Whether there is a regular file that begins so; False for one that cannot be read."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(head)) == head
+    except OSError:
+        return False
 
 
 def _locked(path: Path) -> int | None:

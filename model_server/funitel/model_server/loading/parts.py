@@ -18,6 +18,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.kv_cache.joined_pools import JoinedPools
 from funitel.model_server.kv_cache.pool import SpecPools
+from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.loading.common import Bytes, Loaded, choose_device, choose_dtype
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
@@ -104,6 +105,8 @@ def _check_settings(settings: ModelServerSettings, table: LayerParts, flag: str)
         "--kv-host-gb": f"{settings.kv_host_gb:g}" if settings.kv_host_gb else None,
         "--expert-parallel": "" if settings.expert_parallel else None,
     }
+    if table.has(ON_GPU):
+        given["--kv-disk-gb"] = f"{settings.kv_disk_gb:g}" if settings.kv_disk_gb else None
     if not table.has(ON_GPU) and not table.has(ON_CPU):
         given |= {"--dtype": settings.dtype, "--quantize": settings.quantize}
     for name, value in given.items():
@@ -164,7 +167,7 @@ def load_parts(folder: Path, spec: ModelSpec, parts: Sequence[Part]) -> Loaded:
         logger.info(
             "layers %d..%d of %d device=%s step=%s precision=%s kv_dtype=%s weight_bytes=%d",
             *(part.layers.start, part.layers.stop - 1, spec.num_layers, part.device, loaded.name, loaded.precision),
-            *(loaded.kv_dtype, loaded.footprint.held_bytes),
+            *(kv_label(loaded.kv_dtype), loaded.footprint.held_bytes),
         )
     return _joined(parts, every, JoinedPools(tuple(pools)))
 
