@@ -121,8 +121,8 @@ def test_error_falls_with_bits() -> None:
 def of_the_formula(row: Floats, group: int, least: int, most: int) -> list[tuple[Floats, np.float32, np.float32]]:
     """Codes, scale and zero of each group of an output, in the numbers that InstantQuant has.
 
-    scale = (max - min) / (most - least), or 1; zero = least - min / scale; codes = clamp(round(w / scale + zero)). A last
-    group is filled up with the last weight.
+    scale = (max - min) / (most - least), or 1; zero = least - min / scale; codes = clamp(round(w / scale + zero)).
+    A last group is filled up with the last weight.
     """
     size = len(row) if group == -1 else group
     padded = np.concatenate([row, np.repeat(row[-1:], -len(row) % size)])
@@ -148,9 +148,7 @@ def test_groups_with_zeros_are_those_of_the_formula(name: str, num_inputs: int) 
     for row, values, ours in zip(weights, found, codes, strict=True):
         groups = of_the_formula(row, group, 0, most)
         assert np.array_equal(np.concatenate([part for part, _, _ in groups])[:num_inputs], ours)
-        kept = [
-            (part - np.float32(np.float16(zero))) * np.float32(np.float16(scale)) for part, scale, zero in groups
-        ]
+        kept = [(part - np.float32(np.float16(zero))) * np.float32(np.float16(scale)) for part, scale, zero in groups]
         assert np.allclose(values, np.concatenate(kept)[:num_inputs], rtol=1e-5, atol=1e-6)
         if most == 255:
             signed = np.concatenate([part for part, _, _ in of_the_formula(row, group, -128, 127)])[:num_inputs]
@@ -176,7 +174,8 @@ def test_blocks_with_a_zero_are_divided_where_a_cut_is() -> None:
         chosen = FORMATS[name]
         blocks, whole = chosen.encode(weights), chosen.decode(chosen.encode(weights), 1536)
         smaller = chosen.fitted(1536, 480)
-        assert smaller is not None and smaller.num_inputs == 32
+        assert smaller is not None
+        assert smaller.num_inputs == 32
         assert torch.equal(smaller.decode(chosen.divided(blocks, smaller), 1536), whole)
         assert chosen.fitted(1536, 500) is None
     assert FORMATS["q6_b64t1"].fitted(1536, 480) is None
@@ -238,7 +237,8 @@ def test_inputs_that_are_no_whole_groups_get_smaller_groups() -> None:
     wide = BlockRules.parse("a16w8_g-1", "up=a16w4_g512")
     assert wide.of("q", 576, is_table=False) == FORMATS["a16w8_g-1"].stored(576)
     found = wide.of("up", 96, is_table=False)
-    assert found is not None and (found.name, found.num_inputs) == ("a16w4_g512", 32)
+    assert found is not None
+    assert (found.name, found.num_inputs) == ("a16w4_g512", 32)
     assert wide.of("up", 100, is_table=False) is None
 
 

@@ -140,10 +140,12 @@ def test_ranks_have_the_codes_that_one_rank_has(name: str, is_made: bool, tmp_pa
     shares = []
     for columns in ((0, 544), (544, 1088)):
         kind = weights.block_type(stem, columns)
-        assert kind is not None and kind.num_inputs == 32
+        assert kind is not None
+        assert kind.num_inputs == 32
         blocks = weights.read_blocks(stem, *sizes, columns=columns)
         fitted = stored.fitted(1088, *columns)
-        assert fitted is not None and blocks.shape == (128, kind.row_bytes(544))
+        assert fitted is not None
+        assert blocks.shape == (128, kind.row_bytes(544))
         shares.append(fitted.decode(blocks, 544))
     assert torch.equal(torch.cat(shares, dim=1), whole)
 
