@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from funitel_testing.servers import free_port, samples_of, serving
+from funitel_testing.servers import descendants, free_port, samples_of, serving
 from funitel_testing.tiny import save_tiny
 
 PATIENCE_SECONDS = 180.0
@@ -298,6 +299,50 @@ def test_models_are_loaded_on_demand_evicted_and_restored(server: ManyModels, ti
         assert answer.status_code == 200, answer.text
         assert server.state_of(rest) == "registered"
     server.note()
+
+
+def _resident_bytes(pids: set[int]) -> int:
+    """Memory of processes; what they share with others counts in shares."""
+    found = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            found += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return found
+
+
+def test_d20_an_unloaded_model_gives_its_memory_back_and_answers_alike_once_loaded_again(
+    tmp_path: Path, demo_model: Path
+) -> None:
+    server = ManyModels(tmp_path)
+    server.up("--wait-for-load", "0", "--num-threads", "1")
+    assert server.process is not None
+
+    def resident() -> int:
+        assert server.process is not None
+        return _resident_bytes(
+            {server.process.pid, server.router_pid(), *descendants(server.process.pid), *server.pids}
+        )
+
+    try:
+        server.launch(demo_model, name="demo", dtype="float32")
+        ask = {"prompt": "The capital of France is", "max_tokens": 24}
+        first = server.complete("demo", **ask).json()["choices"]
+        loaded, weights = resident(), 134_515_008 * 4
+        assert server.ask("POST", "/v1/models/demo/unload").status_code == 200
+        eventually(lambda: server.state_of("demo") == "registered", "the end of the model")
+        eventually(lambda: loaded - resident() >= 0.8 * weights, "less memory", 20)
+        answer = server.complete("demo", **ask)
+        assert answer.status_code == 503
+        assert "is not loaded; its load has begun" in answer.text
+        eventually(lambda: server.state_of("demo") == "ready", "the model again")
+        server.note()
+        assert server.complete("demo", **ask).json()["choices"] == first
+    finally:
+        server.pids.add(server.router_pid())
+        server.down()
+        server.process.wait(PATIENCE_SECONDS)
+    assert not any(map(is_alive, server.pids))
 
 
 def _stored(server: ManyModels) -> list[str]:

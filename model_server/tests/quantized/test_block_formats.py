@@ -118,20 +118,78 @@ def test_error_falls_with_bits() -> None:
     assert error("q4_b64t1") < error("q3h_b64t1") < error("q3_b32t1a")
 
 
+def of_the_formula(row: Floats, group: int, least: int, most: int) -> list[tuple[Floats, np.float32, np.float32]]:
+    """Codes, scale and zero of each group of an output, in the numbers that InstantQuant has.
+
+    scale = (max - min) / (most - least), or 1; zero = least - min / scale; codes = clamp(round(w / scale + zero)).
+    A last group is filled up with the last weight.
+    """
+    size = len(row) if group == -1 else group
+    padded = np.concatenate([row, np.repeat(row[-1:], -len(row) % size)])
+    found = []
+    for start in range(0, len(padded), size):
+        part = padded[start : start + size]
+        scale = np.float32(part.max() - part.min()) / np.float32(most - least) or np.float32(1)
+        zero = np.float32(least) - part.min() / scale
+        found.append((np.clip(np.rint(part / scale + zero), least, most), scale, zero))
+    return found
+
+
+@pytest.mark.parametrize("num_inputs", [512, 576, 96, 1100, 32])
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups_with_zeros_are_those_of_the_formula(name: str) -> None:
-    """scale = (max - min) / (qmax - qmin), zero = qmin - min / scale, q = clamp(round(w / scale + zero))."""
-    chosen, weights = FORMATS[name], drawn(12, 512)
-    found = chosen.decode(chosen.encode(torch.from_numpy(weights)), 512).numpy()
-    most = 255 if "w8" in name else 15
-    for row, values in zip(weights, found, strict=True):
-        for start in range(0, 512, chosen.num_inputs):
-            group = row[start : start + chosen.num_inputs]
-            scale = np.float32(group.max() - group.min()) / np.float32(most) or np.float32(1)
-            zero = -group.min() / scale
-            codes = np.clip(np.rint(group / scale + zero), 0, most)
-            kept = (codes - np.float32(np.float16(zero))) * np.float32(np.float16(scale))
-            assert np.allclose(values[start : start + chosen.num_inputs], kept, rtol=1e-5, atol=1e-6)
+def test_groups_with_zeros_are_those_of_the_formula(name: str, num_inputs: int) -> None:
+    """Also where the last group is not full; signed codes of 8 bits are the same ones, 128 less."""
+    chosen, weights = FORMATS[name].stored(num_inputs), drawn(12, 1100)[:, :num_inputs]
+    group, most = int(name.rpartition("g")[2]), 255 if "w8" in name else 15
+    blocks = chosen.encode(torch.from_numpy(weights))
+    assert blocks.shape == (12, chosen.row_bytes(num_inputs))
+    found = chosen.decode(blocks, num_inputs).numpy()
+    codes = chosen.parts(blocks)[0].flatten(1)[:, :num_inputs].numpy()
+    for row, values, ours in zip(weights, found, codes, strict=True):
+        groups = of_the_formula(row, group, 0, most)
+        assert np.array_equal(np.concatenate([part for part, _, _ in groups])[:num_inputs], ours)
+        kept = [(part - np.float32(np.float16(zero))) * np.float32(np.float16(scale)) for part, scale, zero in groups]
+        assert np.allclose(values, np.concatenate(kept)[:num_inputs], rtol=1e-5, atol=1e-6)
+        if most == 255:
+            signed = np.concatenate([part for part, _, _ in of_the_formula(row, group, -128, 127)])[:num_inputs]
+            assert (np.abs(signed + 128 - ours) <= 1).all()  # a tie may fall the other way
+            assert (signed + 128 == ours).mean() > 0.99
+
+
+@pytest.mark.parametrize(("size", "groups"), [(512, [(0, 512), (512, 576)]), (-1, [(0, 576)])])
+def test_groups_of_several_blocks_repeat_their_scale(size: int, groups: list[tuple[int, int]]) -> None:
+    weights = torch.from_numpy(drawn(12, 576))
+    chosen = FORMATS[f"a16w4_g{size}"].stored(576)
+    assert (chosen.num_inputs, chosen.bits, chosen.name) == (64, 4.5, f"a16w4_g{size}")
+    scales, _ = chosen.scales(chosen.encode(weights))
+    for start, end in groups:
+        part = weights[:, start:end]
+        expected = ((part.amax(1) - part.amin(1)) / 15).half().float()
+        assert (scales[:, start // 64 : end // 64] == torch.where(expected == 0, 1.0, expected)[:, None]).all()
+
+
+def test_blocks_with_a_zero_are_divided_where_a_cut_is() -> None:
+    weights = torch.from_numpy(drawn(12, 1536))
+    for name in GROUPS:
+        chosen = FORMATS[name]
+        blocks, whole = chosen.encode(weights), chosen.decode(chosen.encode(weights), 1536)
+        smaller = chosen.fitted(1536, 480)
+        assert smaller is not None
+        assert smaller.num_inputs == 32
+        assert torch.equal(smaller.decode(chosen.divided(blocks, smaller), 1536), whole)
+        assert chosen.fitted(1536, 500) is None
+    assert FORMATS["q6_b64t1"].fitted(1536, 480) is None
+    assert FORMATS["q6_b64t1"].fitted(1536, 512) is FORMATS["q6_b64t1"]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("spread", [1e-3, 1e-4, 1e-6, 1e-7])
+def test_zeros_of_weights_that_are_alike_are_numbers(name: str, spread: float) -> None:
+    """Their zero is far from the codes; float16 holds it at a larger scale."""
+    weights = 1 + spread * torch.rand(4, 512, generator=torch.Generator().manual_seed(2))
+    for turned in (weights, -weights, weights * 1e-5):
+        found = FORMATS[name].decode(FORMATS[name].encode(turned), 512)
+        assert ((found - turned).abs() <= turned.abs() * 2**-9 + 2**-24).all()
 
 
 def test_a_last_group_that_is_not_full_repeats_its_last_input() -> None:
@@ -177,6 +235,12 @@ def test_inputs_that_are_no_whole_groups_get_smaller_groups() -> None:
     assert rules.of("q", 100, is_table=False) is None
     assert rules.of("up", 576, is_table=False) is FORMATS["a16w4_g64"]
     assert rules.of("down", 96, is_table=False) is None
+    wide = BlockRules.parse("a16w8_g-1", "up=a16w4_g512")
+    assert wide.of("q", 576, is_table=False) == FORMATS["a16w8_g-1"].stored(576)
+    found = wide.of("up", 96, is_table=False)
+    assert found is not None
+    assert (found.name, found.num_inputs) == ("a16w4_g512", 32)
+    assert wide.of("up", 100, is_table=False) is None
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,12 @@ class BlockStorage(QuantizedStorage):
 
     def __init__(self, files: Files, stem: str, quantization: Quantization) -> None:
         super().__init__(files, stem, quantization)
-        self.format = FORMATS[quantization.format_of(stem)]
+        named = FORMATS[quantization.format_of(stem)]
         self._data = self._slice("weight_blocks")
         num_outputs, num_bytes = matrix_shape(self._data, f"{stem}.weight_blocks")
         self._expect("weight_inputs", 1)
         num_inputs = int(self._whole("weight_inputs"))
+        self.format = named.stored(num_inputs)
         if self._data.get_dtype() != "U8" or num_inputs < 1 or self.format.row_bytes(num_inputs) != num_bytes:
             raise WeightsError(
                 f"tensor {stem}.weight_blocks is {self._data.get_dtype()} with {num_bytes} bytes an output, expected "
@@ -80,8 +81,12 @@ class RoundedStorage(Storage):
         self.shape = self._plain.shape[::-1] if is_transposed else self._plain.shape
 
     def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
-        """See BlockSource."""
-        return self.format.encode(self.read(rows, columns, torch.float32, torch.device("cpu")))
+        """See BlockSource. All inputs that share a scale are read, whatever part of them is asked for."""
+        shared = self.format.shared_inputs(self.shape[1])
+        first, last = columns[0] // shared * shared, min(-(-columns[1] // shared) * shared, self.shape[1])
+        found = self.format.encode(self.read(rows, (first, last), torch.float32, torch.device("cpu")))
+        start = self.format.row_bytes(columns[0] - first)
+        return found[:, start : start + self.format.row_bytes(columns[1] - columns[0])].contiguous()
 
     def read_codes(self, rows: Range, columns: Range) -> Codes:
         """The blocks of a part as integers, see QuantizedStorage. Raises: `WeightsError`: float16 has no such scale."""
@@ -92,6 +97,17 @@ class RoundedStorage(Storage):
         if self._is_transposed:
             return self._plain.read(columns, rows, dtype, device).t().contiguous()
         return self._plain.read(rows, columns, dtype, device)
+
+
+def blocks_between(source: BlockSource, rows: Range, columns: Range, num_inputs: int) -> torch.Tensor:
+    """Outputs `rows` and inputs `columns`, which may cut blocks where a format `fitted` to that: its blocks."""
+    fitted, size = source.format.fitted(num_inputs, *columns), source.format.num_inputs
+    assert fitted is not None
+    first = columns[0] // size * size
+    blocks = source.blocks(rows, (first, min(-(-columns[1] // size) * size, num_inputs)))
+    found = source.format.divided(blocks, fitted)
+    start = fitted.row_bytes(columns[0] - first)
+    return found[:, start : start + fitted.row_bytes(columns[1] - columns[0])].contiguous()
 
 
 def _codes_of(source: BlockSource, name: str, rows: Range, columns: Range) -> Codes:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.checkpoint.block_storage import BlockSource, RoundedStorage
+from funitel.model_server.checkpoint.block_storage import BlockSource, RoundedStorage, blocks_between
 from funitel.model_server.checkpoint.float_storages import open_float8_stack
 from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.mxfp4 import Mxfp4Storage
@@ -306,8 +306,8 @@ class Weights:
         """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""
         storage = self._storages.get(f"{stem}.weight")
         if isinstance(storage, BlockSource):
-            kind = storage.format.kind
-            return None if kind.cuts((0, storage.shape[1])) or kind.cuts(columns) else kind
+            fitted = storage.format.fitted(storage.shape[1], *(columns or ()))
+            return None if fitted is None else fitted.kind
         return None if self._blocks is None else self._blocks.type_of(f"{stem}.weight", columns)
 
     def read_blocks(
@@ -323,7 +323,7 @@ class Weights:
         if isinstance(storage, BlockSource):
             found = self._shaped(name, (num_outputs, num_inputs))
             self._count_whole(found, num_outputs * storage.format.row_bytes(num_inputs), is_sharded)
-            return storage.blocks(rows or (0, num_outputs), columns or (0, num_inputs))
+            return blocks_between(storage, rows or (0, num_outputs), columns or (0, num_inputs), num_inputs)
         assert self._blocks is not None
         self._count_whole(self._find(name), self._blocks.num_bytes(name), is_sharded)
         return self._blocks.read_blocks(name, (num_outputs, num_inputs), rows, columns)

@@ -5,7 +5,8 @@ and the way of rounding: `t1a` has its levels from the smallest to the largest w
 of equal parts between them, `t2` around zero. Layouts are those of Inferflow, byte for byte. With `is_inferflow` so are
 the levels of 4, 5 and 6 bits in blocks of 64, the last of which is never used; blocks with tiny scales are constant.
 
-Groups of any size with a floating-point zero are those of DashInfer: a weight is (code - zero) x scale.
+Groups of any size with a floating-point zero are those of DashInfer: a weight is (code - zero) x scale. Groups of 512
+inputs, and of all inputs of an output, are stored as blocks of at most 256 that repeat their scale and zero.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,12 +16,14 @@ import torch
 
 from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.quantized.config import BLOCKS, Quantization
-from funitel.model_server.settings.block_names import A16_GROUPS, ALIASES
+from funitel.model_server.settings.block_names import A16_GROUPS, A16_WIDE_GROUPS, ALIASES
 from funitel.proto.errors import SettingsError
 
 _HALF_BYTES = 4  # of a scale and a base in float16
 _TINY_SCALE = 1e-5  # below which Inferflow has constant blocks
 _LEVELS_OF_Q3H, _PAIRS_OF_Q3H = 11, 32
+_WHOLE_OUTPUT = -1  # a group of all inputs
+_MOST_OF_HALF, _LEAST_OF_HALF = 65504.0, 2.0**-24  # what float16 holds
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
 """Codes [blocks, inputs] uint8 to and from their bytes [blocks, bytes]."""
@@ -39,6 +42,8 @@ class BlockFormat:
         is_middle: levels are in the middles of parts, as many as there are codes.
         is_symmetric: codes are signed, levels lie around zero, and there is no base.
         has_zero: a zero in place of the base: a weight is (code - zero) x scale.
+        group: inputs that share a scale where those are not the inputs of a block but of several; -1 for all of an
+            output.
         scale_first: the scale comes before the base.
         pack, unpack: codes to and from the bytes behind scale and base.
         kind: the type of its blocks, which several formats may share.
@@ -54,6 +59,7 @@ class BlockFormat:
     is_middle: bool = False
     is_symmetric: bool = False
     has_zero: bool = False
+    group: int | None = None
     scale_first: bool = False
     kind: BlockType
 
@@ -76,8 +82,49 @@ class BlockFormat:
         )
 
     def can_hold(self, num_inputs: int) -> bool:
-        """Whether outputs with so many inputs are whole blocks."""
-        return num_inputs % self.num_inputs == 0
+        """Whether outputs with so many inputs are whole blocks, where groups have several blocks of any size."""
+        return num_inputs % (self.num_inputs if self.group is None else A16_GROUPS[0]) == 0
+
+    def stored(self, num_inputs: int) -> "BlockFormat":
+        """The format with the blocks that outputs with so many inputs have in a file.
+
+        Groups of several blocks have the largest blocks that are whole, or the smallest; other formats have one size.
+        """
+        return self if self.group is None else self.fitted(num_inputs) or self._with_blocks(A16_GROUPS[0])
+
+    def fitted(self, *cuts: int) -> "BlockFormat | None":
+        """The format with the largest blocks that no cut divides; None where there are none.
+
+        Args:
+            cuts: inputs at which an output begins, ends or is divided between ranks.
+
+        Blocks with a zero are divided into smaller ones, which repeat it; others have one size.
+        """
+        sizes = [size for size in reversed(A16_GROUPS) if size <= self.num_inputs] if self.has_zero else []
+        found = next((size for size in sizes or [self.num_inputs] if not any(cut % size for cut in cuts)), None)
+        return None if found is None else self._with_blocks(found)
+
+    def _with_blocks(self, size: int) -> "BlockFormat":
+        if size == self.num_inputs:
+            return self
+        smaller = FORMATS[f"{self.name.partition('_')[0]}_g{size}"]
+        return replace(smaller, name=self.name, group=self.group or self.num_inputs)
+
+    def divided(self, blocks: torch.Tensor, smaller: "BlockFormat") -> torch.Tensor:
+        """Blocks [outputs, bytes] of this format, which has a zero, as those that `fitted` found."""
+        if smaller.num_inputs == self.num_inputs:
+            return blocks
+        count = self.num_inputs // smaller.num_inputs
+        each = blocks.reshape(-1, self.num_bytes)
+        head = each[:, None, : self._head_bytes].expand(-1, count, -1)
+        codes = each[:, self._head_bytes :].reshape(len(each), count, -1)
+        return torch.cat([head, codes], dim=2).reshape(len(blocks), -1)
+
+    def shared_inputs(self, num_inputs: int) -> int:
+        """Inputs that share a scale, of outputs with so many inputs: a number of whole blocks."""
+        if self.group == _WHOLE_OUTPUT:
+            return -(-num_inputs // self.num_inputs) * self.num_inputs
+        return self.group or self.num_inputs
 
     def row_bytes(self, num_inputs: int) -> int:
         """Bytes of an output."""
@@ -86,22 +133,24 @@ class BlockFormat:
     def encode(self, weights: torch.Tensor, *, is_inferflow: bool = False) -> torch.Tensor:
         """Weights [outputs, inputs] as blocks [outputs, bytes] uint8.
 
-        A last block that is not full repeats its last input.
+        A last block that is not full repeats its last input, and a last group does.
 
         Args:
             weights: finite; computed in float32.
             is_inferflow: see the module.
         """
         num_outputs, num_inputs = weights.shape
-        missing = -num_inputs % self.num_inputs
+        shared = self.shared_inputs(num_inputs)
+        missing = -num_inputs % shared
         wide = weights.float()
         if missing:
             wide = torch.cat([wide, wide[:, -1:].expand(-1, missing)], dim=1)
-        blocks = wide.reshape(-1, self.num_inputs)
-        scales, bases, codes = self._rounded(blocks, is_inferflow=is_inferflow)
+        scales, bases, codes = self._rounded(wide.reshape(-1, shared), is_inferflow=is_inferflow)
         halves = [scales] if self.is_symmetric else [scales, bases] if self.scale_first else [bases, scales]
-        head = torch.stack(halves, dim=1).contiguous().view(torch.uint8).reshape(len(blocks), -1)
-        return torch.cat([head, self.pack(codes)], dim=1).reshape(num_outputs, -1)
+        head = torch.stack(halves, dim=1).contiguous().view(torch.uint8).reshape(len(scales), -1)
+        head = head.repeat_interleave(shared // self.num_inputs, dim=0)
+        blocks = torch.cat([head, self.pack(codes.reshape(-1, self.num_inputs))], dim=1).reshape(num_outputs, -1)
+        return blocks[:, : self.row_bytes(num_inputs)].contiguous()
 
     def _rounded(self, blocks: torch.Tensor, *, is_inferflow: bool) -> tuple[torch.Tensor, ...]:
         """Scales and bases [blocks] float16, codes [blocks, inputs] uint8, made by scales that are not rounded yet."""
@@ -119,6 +168,8 @@ class BlockFormat:
         if self.is_symmetric:
             codes = (blocks / divisor + 0.5).floor().clamp(-128, 127)
         elif self.has_zero:
+            # Where weights are far from zero and alike, so much larger a scale that float16 holds the zero.
+            scale = scale.maximum(low.abs() / _MOST_OF_HALF).clamp(min=_LEAST_OF_HALF)
             scale = torch.where(is_constant, torch.ones_like(scale), scale)
             base = -low / scale  # the zero
             codes = (blocks / scale + base).round().clamp(0, self.top)
@@ -289,7 +340,12 @@ def _of_inferflow() -> list[BlockFormat]:
 
 
 def _of_dashinfer() -> list[BlockFormat]:
-    return [_format(f"a16w{bits}_g{size}", size, 0, bits, has_zero=True) for bits in (8, 4) for size in A16_GROUPS]
+    found = []
+    for bits in (8, 4):
+        blocks = [_format(f"a16w{bits}_g{size}", size, 0, bits, has_zero=True) for size in A16_GROUPS]
+        wide = [replace(blocks[-1], name=f"a16w{bits}_g{size}", group=size) for size in A16_WIDE_GROUPS]
+        found += [*blocks, *wide]
+    return found
 
 
 FORMATS: Mapping[str, BlockFormat] = {each.name: each for each in (*_of_inferflow(), *_of_dashinfer())}
@@ -345,9 +401,9 @@ class BlockRules:
             raise SettingsError(f"{self.flag}: {unused!r} is part of the name of no matrix; names end in {ends}")
 
     def of(self, stem: str, num_inputs: int, *, is_table: bool) -> BlockFormat | None:
-        """The format of a matrix; None where its inputs are no whole blocks of it.
+        """The format of a matrix, with the blocks that it has there; None where its inputs are no whole blocks of it.
 
-        Groups with a zero become smaller until they are whole.
+        Groups with a zero become smaller until they are whole, those of several blocks may have a smaller last one.
 
         Args:
             stem: name of the matrix.
@@ -357,7 +413,7 @@ class BlockRules:
         found = next((each for pattern, each in self.others if pattern in stem), None)
         found = found or (self.table if is_table else self.usual)
         family = [found]
-        if found.has_zero:
+        if found.has_zero and found.group is None:
             stem_of = found.name.partition("_")[0]
             family += [FORMATS[f"{stem_of}_g{size}"] for size in reversed(A16_GROUPS) if size < found.num_inputs]
-        return next((each for each in family if each.can_hold(num_inputs)), None)
+        return next((each.stored(num_inputs) for each in family if each.can_hold(num_inputs)), None)

@@ -55,7 +55,7 @@ class BlockJob:
         rules.check_used([*self._formats, *kept])
         self._tables = tables
         self.report = Report(len(self._formats), kept)
-        others = {stem: each.name for stem, each in self._formats.items() if each is not rules.usual}
+        others = {stem: each.name for stem, each in self._formats.items() if each.name != rules.usual.name}
         self.quantization_config: dict[str, Any] = {
             "quant_method": BLOCKS,
             "format": rules.usual.name,
