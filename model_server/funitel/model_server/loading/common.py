@@ -17,7 +17,7 @@ from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache, Pools
-from funitel.model_server.kv_cache.precision import KvDtype
+from funitel.model_server.kv_cache.precision import KvDtype, kv_label
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import Watermark
@@ -90,6 +90,11 @@ class Loaded:
     key_frames: str = ""
     pools: Pools | None = None
     gpu_blocks: tuple[torch.device, int] | None = None
+
+    @property
+    def kv_precision(self) -> str:
+        """Name of the precision of keys and values."""
+        return kv_label(self.kv_dtype)
 
 
 def in_torch(
