@@ -94,7 +94,10 @@ class CheckSpecSettings:
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4", "none")
-_TENSORS = "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of the name, such as down_proj=q6."
+_TENSORS = (
+    "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of the name, "
+    "such as down_proj=q6."
+)
 _OF_GPTQ = tuple("groupsize act_order symmetric percdamp calibration_file num_samples sequence_length".split())
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
