@@ -94,7 +94,10 @@ class CheckSpecSettings:
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4", "none")
-_TENSORS = "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of a name (down_proj=q6)."
+_TENSORS = (
+    "Formats of some matrices, as PATTERN=FORMAT, parted by commas: a pattern is part of the name, "
+    "such as down_proj=q6."
+)
 _OF_GPTQ = tuple("groupsize act_order symmetric percdamp calibration_file num_samples sequence_length".split())
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
@@ -593,7 +596,7 @@ class Tiers(tuple[str, ...]):
         """Raise ValueError with the reason for any other text."""
         words = [word.strip() for word in text.split(",")]
         for word in words:
-            if word not in (*TIERS, *BLOCK_FORMATS):
+            if word not in TIERS:
                 raise ValueError(f"is not a list of {', '.join(TIERS)}: {word!r}{did_you_mean(word, TIERS)}")
             if words.count(word) > 1:
                 raise ValueError(f"has {word} {words.count(word)} times")
