@@ -156,12 +156,12 @@ def disk_tier_of(
     """
     if not settings.kv_disk_gb:
         if settings.kv_disk_dir is not None:
-            logger.info("--kv-disk-dir %s changes nothing without --kv-disk-gb", settings.kv_disk_dir)
+            logger.warning("--kv-disk-dir %s changes nothing without --kv-disk-gb", settings.kv_disk_dir)
         return None
     if device.type != "cpu":
         raise SettingsError(f"--kv-disk-gb {settings.kv_disk_gb:g} is for CPUs; a GPU has --kv-host-gb")
     if not settings.prefix_caching:
-        logger.info("--kv-disk-gb %g changes nothing without --prefix-caching", settings.kv_disk_gb)
+        logger.warning("--kv-disk-gb %g changes nothing without --prefix-caching", settings.kv_disk_gb)
         return None
     where = Path(settings.kv_disk_dir).expanduser() if settings.kv_disk_dir else cache_folder(settings.cache_dir) / "kv"
     name = re.sub(r"[^A-Za-z0-9.-]+", "-", settings.model_id.strip("/").rpartition("/")[2])[:_MAX_NAME].strip("-.")

@@ -196,7 +196,7 @@ def host_bytes(settings: ModelServerSettings, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     if settings.kv_host_gb and not settings.prefix_caching:
-        logger.info("--kv-host-gb %g changes nothing without --prefix-caching", settings.kv_host_gb)
+        logger.warning("--kv-host-gb %g changes nothing without --prefix-caching", settings.kv_host_gb)
         return 0
     return int(settings.kv_host_gb * 2**30)
 

@@ -97,7 +97,7 @@ def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
     }
     for flag, value in given.items():
         if value is not None:
-            logger.info("%s %s changes nothing: the model runs on a CPU", flag, value)
+            logger.warning("%s %s changes nothing: the model runs on a CPU", flag, value)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

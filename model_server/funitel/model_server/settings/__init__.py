@@ -110,10 +110,10 @@ class QuantizeSettings:
     output_dir: str
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
-    method: str = setting(
-        "gptq",
-        "gptq: 4 bits, calibrated on texts; int8: 8 bits, a scale for each output; q4: 4 bits, blocks of 32; "
-        "none: the weights as they are, those of a GGUF in float32.",
+    method: str | None = setting(
+        None,
+        "gptq, the default: 4 bits, calibrated on texts; int8: 8 bits, a scale for each output; q4: 4 bits, blocks of "
+        "32; none: the weights as they are, those of a GGUF in float32.",
         choices=QUANTIZE_METHODS,
         env=None,
     )
@@ -169,7 +169,7 @@ class QuantizeSettings:
             self.groupsize == -1 or (self.groupsize > 0 and self.groupsize % GROUP_MULTIPLE == 0),
             f"--groupsize must be -1 or a positive multiple of {GROUP_MULTIPLE}, given {self.groupsize}",
         )
-        if self.method != "gptq":
+        if self.rounding != "gptq":
             for name in _OF_GPTQ:
                 is_default = getattr(self, name) == self.__dataclass_fields__[name].default
                 require(is_default, f"{flag_of(name)} is for --method gptq, not {self.method}")
@@ -179,6 +179,11 @@ class QuantizeSettings:
         for name in ("method", *_OF_GPTQ) if self.to is not None else ():
             is_default = getattr(self, name) == self.__dataclass_fields__[name].default
             require(is_default, f"{flag_of(name)} is not for --to {self.to}, which needs no texts")
+
+    @property
+    def rounding(self) -> str:
+        """The method, where `to` names no blocks."""
+        return self.method or "gptq"
 
 
 @dataclass(frozen=True, kw_only=True)

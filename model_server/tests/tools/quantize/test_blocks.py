@@ -218,6 +218,8 @@ def test_what_cannot_be_is_refused(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(SettingsError, match="--method is not for --to q4"):
         settings_for(model, tmp_path / "a", "q4", method="int8")
+    with pytest.raises(SettingsError, match="--method is not for --to q4"):
+        settings_for(model, tmp_path / "a", "q4", method="gptq")
     with pytest.raises(SettingsError, match="--tensor is for blocks, which --to asks for"):
         QuantizeSettings(model_id="x", output_dir="y", tensor="lm_head=q8")
     odd = save_tiny("llama", tmp_path / "odd", hidden_size=48, intermediate_size=36)

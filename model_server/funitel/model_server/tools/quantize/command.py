@@ -115,13 +115,13 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
     if weights.quantization is not None:
         raise UnsupportedModel(f"{folder} is quantised already, as {weights.quantization.flags[0]}")
     config = without_sparsity(config)
-    if settings.method == "none":
+    if settings.rounding == "none":
         return _copy(folder, config, target)
     if holds_more_than_text(spec):
         raise UnsupportedModel(
             f"{spec.architecture} is a model for images too: only models of text alone are quantised"
         )
-    samples = _samples(settings, folder, spec) if settings.method == "gptq" and settings.to is None else []
+    samples = _samples(settings, folder, spec) if settings.rounding == "gptq" and settings.to is None else []
     try:
         with finished_folder(target) as result, torch.inference_mode():
             job = make_job(settings, folder, spec, weights)

@@ -30,23 +30,23 @@ class Format:
     @property
     def bits(self) -> int:
         """Bits of a weight."""
-        return {"gptq": GPTQ_BITS, "int8": 8, "q4": 4}[self.settings.method]
+        return {"gptq": GPTQ_BITS, "int8": 8, "q4": 4}[self.settings.rounding]
 
     def can_hold(self, num_outputs: int, num_inputs: int) -> bool:
         """Whether a layer of this size can be stored."""
-        if self.settings.method == "gptq":
+        if self.settings.rounding == "gptq":
             return num_inputs % _GPTQ_MULTIPLE == 0 and num_outputs % _GPTQ_MULTIPLE == 0
-        return self.settings.method == "int8" or num_inputs % Q4_GROUP == 0
+        return self.settings.rounding == "int8" or num_inputs % Q4_GROUP == 0
 
     @property
     def needs(self) -> str:
         """What `can_hold` asks, for a message."""
-        return f"inputs{' and outputs' if self.settings.method == 'gptq' else ''} in multiples of 32"
+        return f"inputs{' and outputs' if self.settings.rounding == 'gptq' else ''} in multiples of 32"
 
     def shapes(self, stem: str, num_outputs: int, num_inputs: int) -> Shapes:
         """Types and shapes of a layer's tensors, before they are there."""
         per_word = WORD_BITS // self.bits
-        if self.settings.method == "gptq":
+        if self.settings.rounding == "gptq":
             size = num_inputs if self.settings.groupsize == -1 else self.settings.groupsize
             num_groups = -(-num_inputs // size)
             return {
@@ -55,7 +55,7 @@ class Format:
                 f"{stem}.scales": (torch.float16, (num_groups, num_outputs)),
                 f"{stem}.g_idx": (torch.int32, (num_inputs,)),
             }
-        num_groups = num_inputs // Q4_GROUP if self.settings.method == "q4" else 1
+        num_groups = num_inputs // Q4_GROUP if self.settings.rounding == "q4" else 1
         return {
             f"{stem}.weight_packed": (torch.int32, (num_outputs, -(-num_inputs // per_word))),
             f"{stem}.weight_scale": (self.scale_dtype, (num_outputs, num_groups)),
@@ -64,7 +64,7 @@ class Format:
 
     def tensors(self, stem: str, codes: Codes) -> dict[str, torch.Tensor]:
         """A layer's tensors, in the order of `shapes`."""
-        if self.settings.method == "gptq":
+        if self.settings.rounding == "gptq":
             zeros = (codes.zeros - 1) & (2**self.bits - 1)  # one less: the convention of files without `gptq_v2`
             return {
                 f"{stem}.qweight": pack(codes.codes.t().contiguous(), self.bits, 0),
@@ -80,14 +80,14 @@ class Format:
 
     def config(self, quantised: Sequence[str], kept: Sequence[str], head: str) -> dict[str, Any]:
         """The `quantization_config` of a model; `kept` are layers left in floating point, as `head` always is."""
-        if self.settings.method == "gptq":
+        if self.settings.rounding == "gptq":
             return self._gptq_config(quantised if kept else ())
         weights: dict[str, Any] = {
             "num_bits": self.bits,
             "type": "int",
             "symmetric": True,
-            "strategy": "group" if self.settings.method == "q4" else "channel",
-            "group_size": Q4_GROUP if self.settings.method == "q4" else None,
+            "strategy": "group" if self.settings.rounding == "q4" else "channel",
+            "group_size": Q4_GROUP if self.settings.rounding == "q4" else None,
             "dynamic": False,
         }
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}

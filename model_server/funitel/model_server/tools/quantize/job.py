@@ -61,12 +61,12 @@ class QuantizeJob:
         chosen = [part for layer in self._layers for inputs in layer for part in inputs.parts]
         if not chosen:
             raise UnsupportedModel(
-                f"{folder} has no linear layer that {settings.method} can hold: it needs {self._format.needs}"
+                f"{folder} has no linear layer that {settings.rounding} can hold: it needs {self._format.needs}"
             )
         quantised = {stem for stem, _ in chosen}
         kept = [stem for stem in stems if stem not in quantised]
         if kept:
-            logger.info("left as they are layers=%d: %s needs %s", len(kept), settings.method, self._format.needs)
+            logger.info("left as they are layers=%d: %s needs %s", len(kept), settings.rounding, self._format.needs)
         self.report = Report(len(quantised), kept)
         self.quantization_config: dict[str, Any] = self._format.config(sorted(quantised), kept, spec.names.head)
         self._plain = [name for name in self._source.names if name.removesuffix(".weight") not in quantised]
@@ -105,7 +105,7 @@ class QuantizeJob:
 
     def _rounded(self) -> Iterator[tuple[Inputs, Codes]]:
         """Every layer, each weight to the nearest level."""
-        round_one = round_int8 if self.settings.method == "int8" else round_q4
+        round_one = round_int8 if self.settings.rounding == "int8" else round_q4
         for layer in self._layers:
             for inputs in layer:
                 yield inputs, round_one(self._read(inputs), self._format.scale_dtype).to(torch.device("cpu"))
