@@ -9,7 +9,7 @@ import pytest
 
 from funitel_testing.clients import client_of, generate, stream
 from funitel_testing.pool_load import IMPOSSIBLE, beside_streams, eight_streams, quarter_of_the_pool
-from funitel_testing.servers import Server
+from funitel_testing.servers import Server, run_launcher
 from funitel_testing.tiny import save_tiny
 
 FLOOR = 4  # tokens by which a prompt advances under a target that cannot be held
@@ -83,6 +83,26 @@ async def what_cannot_fit_is_refused(server: Server) -> None:
         fits = await generate(client, prompt, max_new_tokens=100, ignore_eos=True)
         assert len(fits.ids) == 100
         assert server.metrics()["tgi_queue_size"] == 0
+
+
+def test_d14_a_pool_that_does_not_fit_is_refused_with_the_largest_that_does(model: Path) -> None:
+    ended = run_launcher("--model-id", str(model), "--max-batch-total-tokens", str(2**32 - 1))
+    assert ended.code != 0
+    assert re.search(r"needs more memory than there is: at most [1-9]\d+ tokens fit in the \d+ MB", ended.last_line)
+
+
+async def test_d14_a_pool_that_was_accepted_holds_the_longest_requests_that_it_has_room_for(
+    launch: Any, model: Path
+) -> None:
+    flags = ("--max-batch-total-tokens", "2048", "--max-total-tokens", "500", "--prefix-caching", "false")
+    server: Server = launch("--model-id", str(model), *flags)
+    async with client_of(server.url) as client:
+        asked = [(f"{number}" * 300, {"max_new_tokens": 200, "ignore_eos": True}) for number in range(8)]
+        alone = [await generate(client, prompt, **how) for prompt, how in asked]
+        found = await asyncio.gather(*(generate(client, prompt, **how) for prompt, how in asked))
+    assert [len(answer.ids) for answer in found] == [200] * 8
+    assert [answer.ids for answer in found] == [answer.ids for answer in alone]
+    assert not server.error_lines()
 
 
 # Long prompts beside streams ------------------------------------------------------------------------------------------

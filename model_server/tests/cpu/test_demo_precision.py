@@ -8,7 +8,9 @@ import torch
 from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.sequence.detokenizer import TextCodec
+from funitel.model_server.settings import ModelServerSettings
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
 from funitel_testing.forward_worker import run
 
@@ -56,3 +58,12 @@ def test_weights_and_activations_of_8_bits_give_nearly_the_same_logits(
         assert torch.cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.999
         assert torch.cosine_similarity(found, exact, dim=1).min() > 0.97
         assert not torch.equal(found, exact)
+
+
+def test_memory_is_the_sum_over_formats_of_tensors(demo_model: Path) -> None:
+    """Layers of the MLP with 4 bits, those of attention with 8; norms stay in float32."""
+    chosen = {"device": "cpu", "num_threads": 1, "quantize": "q8", "quantize_tensors": "mlp=q4_b32t1a"}
+    _, info = load_generator(ModelServerSettings(model_id=str(demo_model), **chosen), demo_model)
+    attention, mlp = (576 + 2 * 192 + 576) * 576, 3 * 576 * 1536
+    norms, table = 61 * 576 * 4, 49152 * 576
+    assert info.weight_bytes == (30 * attention + table) // 32 * 34 + 30 * mlp // 32 * 20 + norms

@@ -48,9 +48,9 @@ class Checksums:
         return cls(num_bytes, tuple(_chunk_digest(path, number) for number in range(_num_chunks(num_bytes))))
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the checksums of all files of a folder, which are right now."""
-    names = [path.relative_to(folder).as_posix() for path in _files(folder)]
+def write_manifest(folder: Path, pattern: str = "*") -> None:
+    """Write the checksums of all files of a folder with names of the pattern, which are right now."""
+    names = [path.relative_to(folder).as_posix() for path in _files(folder) if path.match(pattern)]
     checksums = {name: Checksums.of(folder / name) for name in names}
     entries = {name: {"bytes": each.num_bytes, "sha256": each.chunks} for name, each in checksums.items()}
     (folder / MANIFEST).write_text(json.dumps({"chunk_bytes": CHUNK_BYTES, "files": entries}, indent=1) + "\n")

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -335,3 +336,18 @@ def test_groups_with_zeros_predict_as_well_as_they_should(demo_model: Path) -> N
         table, norms = 49152 * (576 // 32 * 34), 61 * 576 * 4
         assert rows[name]["weight_bytes"] == 30 * layer + table + norms, name
     assert rows["a16w8"]["kl_mean"] < rows["a16w8_g-1"]["kl_mean"] < 0.01
+
+
+def test_fewer_bits_predict_worse(demo_model: Path) -> None:
+    """Of formats that its weights are on no grid of; at 4 bits 11 levels in 3.5 bits are better than 8 levels in 3."""
+    if "avx2" not in cpu_flags():
+        pytest.skip("the fused step needs AVX2")
+    names = ["float32", "q8", "q6", "q5", "q3h", "q3"]
+    rows = measured(demo_model, str(BLOCKS), tiers=Tiers(",".join(names)), max_text_tokens=300)["results"]
+    assert [row["name"] for row in rows] == names
+    errors = [row["kl_mean"] for row in rows[1:]]
+    assert errors == sorted(errors)
+    values = [row["perplexity"] for row in rows]
+    assert all(more <= 1.005 * fewer for more, fewer in pairwise(values))
+    assert rows[-2]["perplexity"] < rows[-1]["perplexity"]
+    assert rows[-2]["weight_bytes"] == rows[-1]["weight_bytes"]

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from funitel.model_server.files.manifest import MANIFEST, VERIFIED
+from funitel.model_server.hub.resolve import resolve
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.tools.quantize import command
-from funitel.proto.errors import SettingsError, StartupError
+from funitel.proto.errors import SettingsError, StartupError, WeightsError
 from funitel_testing.tiny import save_tiny
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
@@ -81,8 +83,9 @@ class Hub:
         assert exist_ok
         self.calls.append(("create", repository))
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
-        self.calls.append(("upload", (repo_id, sorted(path.name for path in folder_path.iterdir()))))
+    def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+        names = sorted(path.name for path in folder_path.iterdir() if path.name not in ignore_patterns)
+        self.calls.append(("upload", (repo_id, names)))
 
 
 @pytest.fixture
@@ -97,7 +100,28 @@ def test_the_finished_folder_is_uploaded(tmp_path: Path, hub: type[Hub]) -> None
     fields = {"model_id": str(model), "output_dir": str(tmp_path / "out"), "method": "int8", "device": "cpu"}
     command.run(QuantizeSettings(**fields, upload_to_model_id="someone/small"))
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    names.remove(VERIFIED)  # says what this machine has read
+    assert MANIFEST in names
     assert hub.calls == [("create", "someone/small"), ("upload", ("someone/small", names))]
+
+
+@pytest.mark.parametrize(
+    "how", [{"method": "int8"}, {"method": "none"}, {"to": "a16w8"}], ids=["int8", "none", "blocks"]
+)
+def test_d18_damaged_weights_are_told_before_they_are_served(tmp_path: Path, how: dict[str, Any]) -> None:
+    """A damaged byte leaves the file as large as it was; other files may be edited."""
+    model, out = save_tiny("llama", tmp_path / "model", **SIZES), tmp_path / "out"
+    command.run(QuantizeSettings(model_id=str(model), output_dir=str(out), device="cpu", num_threads=1, **how))
+    (out / "generation_config.json").write_text("{}")
+    assert resolve(str(out)).folder == out
+    path = out / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        WeightsError, match="model.safetensors is damaged: of its bytes from 0 on, the checksum differs"
+    ):
+        resolve(str(out))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ def test_the_folder_is_complete(tmp_path: Path, model: Path) -> None:
     assert left_in(tmp_path / "out" / "deep") == [
         "LICENSE",
         "config.json",
+        "funitel-manifest.json",
+        "funitel-verified.json",
         "funitel.json",
         "generation_config.json",
         "model.safetensors",

@@ -15,7 +15,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.convert.hf_folder import write_json
 from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.files.manifest import MANIFEST, VERIFIED
+from funitel.model_server.files.manifest import MANIFEST, VERIFIED, write_manifest
 from funitel.model_server.hub import resolve
 from funitel.model_server.hub.huggingface import first_line
 from funitel.model_server.loading.common import choose_device, set_threads
@@ -54,7 +54,7 @@ def upload(folder: Path, repository: str) -> None:
     try:
         api = HfApi()
         api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder)
+        api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=[VERIFIED])
     except HFValidationError as error:
         raise SettingsError(f"--upload-to-model-id {repository}: {first_line(error)}") from error
     except _FAILURES as error:
@@ -62,6 +62,7 @@ def upload(folder: Path, repository: str) -> None:
 
 
 DEFAULT_SEQUENCE_LENGTH = 2048
+_WEIGHTS = "*.safetensors"  # has checksums; other files may be edited
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _NOT_COPIED = frozenset(
     {"config.json", "quantize_config.json", "quant_config.json", "source.json", POINTER, MANIFEST, VERIFIED}
@@ -133,6 +134,7 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
                 write_json(result / name, value)
             with SafetensorsWriter(result, job.plan) as writer:
                 job.run(writer, samples)
+            write_manifest(result, _WEIGHTS)
     except OSError as error:
         raise StartupError(f"cannot write OUTPUT_DIR {target}: {error.strerror or error}") from error
     return job.report
@@ -151,6 +153,7 @@ def _copy(folder: Path, config: dict[str, Any], target: Path) -> Report:
             with SafetensorsWriter(result, plan) as writer:
                 for name in plan:
                     writer.write(name, source.read(name))
+            write_manifest(result, _WEIGHTS)
     except OSError as error:
         raise StartupError(f"cannot write OUTPUT_DIR {target}: {error.strerror or error}") from error
     return Report(0, source.names)
