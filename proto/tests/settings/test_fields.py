@@ -35,7 +35,7 @@ from funitel.proto.settings.batch_sizes import MAX_ROWS, BatchSizes
 from funitel.proto.settings.fields import as_command, project, require, run_app, setting, to_argv
 from funitel.proto.settings.options import Counts, flag_of, variable_of
 from funitel.proto.settings.partition import Partition
-from funitel.router.settings import PREEMPTION_MODES, REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
+from funitel.router.settings import PREEMPTION_MODES, REASONING_PARSERS, TOOL_CALL_PARSERS, VICTIMS, RouterSettings
 
 T = TypeVar("T")
 
@@ -285,6 +285,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "share_prefixes": st.booleans(),
     "prefix_cache_ttl": st.none() | st.floats(0.001, 1e8),
     "preemption_mode": st.sampled_from(PREEMPTION_MODES),
+    "preemption_victim": st.sampled_from(VICTIMS),
     "max_input_tokens": st.none() | st.integers(1, 1000),
     "max_total_tokens": st.none() | st.integers(1001, 5000),
     "max_batch_prefill_tokens": st.integers(1, 10_000),

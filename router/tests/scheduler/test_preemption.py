@@ -14,7 +14,7 @@ A, B, C = b"a", b"b", b"c"
 Spec = tuple[bytes, int, int, float]  # key, prompt tokens, priority, arrival
 
 
-def run(*specs: Spec, charged: dict[bytes, int], num_left: int = 0, **policy: int) -> Scheduler:
+def run(*specs: Spec, charged: dict[bytes, int], num_left: int = 0, **policy: int | str) -> Scheduler:
     """A scheduler that runs these sequences, with `num_left` blocks beside theirs; keys are `charged` with more."""
     num_blocks = sum(-(-length // BLOCK) for _, length, _, _ in specs)
     chosen = SchedulerPolicy(max_batch_prefill_tokens=1000, **policy)  # type: ignore[arg-type]
@@ -55,6 +55,21 @@ def test_the_victim_when_a_running_sequence_lacks_a_block(
     assert preempted(scheduler) == [victim]
     assert list(scheduler.running) == [1 - victim]
     assert scheduler.num_preempted == 1
+
+
+def test_the_longest_or_any_in_place_of_the_newest() -> None:
+    specs: list[Spec] = [(A, 8, 0, 1.0), (A, 20, 0, 0.0), (A, 12, 0, 9.0)]
+    assert preempted(run(*specs, charged={})) == [2]
+    assert preempted(run(*specs, charged={}, preemption_victim="longest")) == [1]
+    chosen = run(*specs, charged={}, preemption_victim="random")._preemption
+    assert {chosen.victim_for_growth().id for _ in range(100)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("victim", ["longest", "random"])
+def test_other_rules_come_before_the_choice_of_a_victim(victim: str) -> None:
+    specs: list[Spec] = [(A, 8, 5, 0.0), (A, 20, -5, 9.0), (B, 3, 9, 9.0)]
+    for _ in range(20):
+        assert preempted(run(*specs, charged={}, preemption_victim=victim)) == [0]
 
 
 def test_nothing_is_preempted_while_blocks_are_left() -> None:

@@ -191,6 +191,7 @@ class LauncherSettings:
     share_prefixes: bool = _router("share_prefixes")
     prefix_cache_ttl: float | None = _router("prefix_cache_ttl")
     preemption_mode: str = _router("preemption_mode")
+    preemption_victim: str = _router("preemption_victim")
     protect_all_routes: bool = _router("protect_all_routes")
     tls_cert: str | None = _router("tls_cert")
     tls_key: str | None = _router("tls_key")

@@ -85,6 +85,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         max_waiting_tokens=settings.max_waiting_tokens,
         num_micro_batches=replica.num_stages,
         max_steps_each=settings.pipeline_steps,
+        preemption_victim=settings.preemption_victim,
         swaps=settings.preemption_mode == SWAP,
         target_gap_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
     )

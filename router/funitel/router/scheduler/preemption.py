@@ -2,16 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from random import Random
 
 from funitel.router.core.request import Sequence, is_background
 from funitel.router.scheduler.prefill import PrefillPlanner, num_rows
 from funitel.router.scheduler.waiting_queue import FairShares
+from funitel.router.settings import LONGEST, RANDOM
 
 
 class PreemptionPolicy:
-    """Chooses a victim among `running`; changes nothing."""
+    """Chooses a victim among `running`; changes nothing. Of equally urgent ones of a key it is as `victim` says."""
 
-    def __init__(self, shares: FairShares, prefill: PrefillPlanner, running: Mapping[int, Sequence]) -> None:
+    def __init__(
+        self, victim: str, shares: FairShares, prefill: PrefillPlanner, running: Mapping[int, Sequence]
+    ) -> None:
+        self._victim = victim
+        self._random = Random(0)
         self._shares = shares
         self._prefill = prefill
         self._running = running
@@ -66,12 +72,22 @@ class PreemptionPolicy:
         return held
 
     def _last(self, sequences: Iterable[Sequence], taken: Mapping[bytes, int]) -> Sequence:
-        """Return the first victim: of background keys, else all, that with most taken and given; its least urgent."""
+        """Return the first victim: of background keys, else all, that with most taken and given; its least urgent.
+
+        Among these `victim` chooses.
+        """
 
         def rank(sequence: Sequence) -> tuple[float, ...]:
             request = sequence.request
             given = self._shares.tokens_of(request.key)
             is_behind = is_background(request.key)
-            return is_behind, taken[request.key], given, request.priority, sequence.arrived, sequence.id
+            chosen = self._preference(sequence)
+            return is_behind, taken[request.key], given, request.priority, chosen, sequence.arrived, sequence.id
 
         return max(sequences, key=rank)
+
+    def _preference(self, sequence: Sequence) -> float:
+        """Return the number of which the largest is preempted first, behind all other rules."""
+        if self._victim == LONGEST:
+            return len(sequence.blocks)
+        return self._random.random() if self._victim == RANDOM else 0.0

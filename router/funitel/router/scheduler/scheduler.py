@@ -65,7 +65,7 @@ class Scheduler:
         )
         self._searching = self._running.searching
         self._beams = BeamPlanner(blocks, self.shares, self._running, self._prefill, self._checkpoints)
-        self._preemption = PreemptionPolicy(self.shares, self._prefill, self.running)
+        self._preemption = PreemptionPolicy(policy.preemption_victim, self.shares, self._prefill, self.running)
         self.ttft_estimator = TtftEstimator(self.step_time, self._prefill, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0

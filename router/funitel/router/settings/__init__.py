@@ -35,6 +35,7 @@ MAX_TARGET_ITL_MS = 600_000  # ten minutes
 MAX_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
 MAX_TTL_SECONDS = 315_360_000  # ten years
 RECOMPUTE, SWAP = PREEMPTION_MODES = "recompute", "swap"
+NEWEST, LONGEST, RANDOM = VICTIMS = "newest", "longest", "random"
 TIMEOUT = Bounds(above=0, maximum=MAX_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
@@ -277,6 +278,12 @@ class RouterSettings:
         "What becomes of the KV blocks of a preempted sequence: recompute them when it is resumed, or swap them out to "
         "slots of --kv-disk-gb or --kv-host-gb.",
         choices=PREEMPTION_MODES,
+    )
+    preemption_victim: str = setting(
+        NEWEST,
+        "Sequence that is preempted, of the key that holds most blocks and the least urgent of that: the newest, the "
+        "longest, or a random one.",
+        choices=VICTIMS,
     )
     protect_all_routes: bool = setting(
         False, "Require a key on every route except health checks: also /metrics, /info, /docs and /v1/models."
