@@ -5,6 +5,7 @@ one tensor is on its way at a time. Quantised layers come out in floating point,
 every tensor it needs and then calls `finish`, which refuses tensors that were not asked for.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -36,9 +37,12 @@ from funitel.model_server.quantized.block_formats import BlockRules, format_of
 from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.quantized.config import BLOCKS, Quantization
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
+from funitel.model_server.quantized.outliers import Outliers
 from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.spec.tensor_names import TensorNames
 from funitel.proto.errors import SettingsError, WeightsError
+
+logger = logging.getLogger(__name__)
 
 
 def has_nan(values: torch.Tensor) -> bool:
@@ -79,6 +83,7 @@ class Weights:
     """
 
     _blocks: GgufTensorFile | None = None
+    _has_noted = False  # that outliers have no kernels
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
@@ -243,6 +248,9 @@ class Weights:
             return None
         storage = self._storages.get(f"{stem}.weight")
         if isinstance(storage, BlockSource):
+            if storage.has_outliers:
+                self._note_outliers()
+                return None
             return storage.format.kept
         return self.quantization if isinstance(storage, QuantizedStorage) else self.products.made
 
@@ -301,6 +309,34 @@ class Weights:
             chosen = rules.of(stem, storage.shape[0 if is_transposed else 1], is_table=stem in tables)
             if chosen is not None:
                 self._storages[name] = RoundedStorage(self._files, name, chosen, is_transposed=is_transposed)
+
+    def outliers(
+        self, stem: str, num_outputs: int, num_inputs: int, *, rows: Range | None = None, columns: Range | None = None
+    ) -> Outliers | None:
+        """What is to be added to the blocks of a layer, see `read_blocks`; None where there is no such tensor."""
+        storage = self._storages.get(f"{stem}.weight")
+        if not isinstance(storage, BlockSource):
+            return None
+        return storage.outliers(rows or (0, num_outputs), columns or (0, num_inputs))
+
+    def num_outliers(self, stem: str, rows: Range | None = None, columns: Range | None = None) -> int:
+        """How many there are in a part of a layer."""
+        storage = self._storages.get(f"{stem}.weight")
+        if not isinstance(storage, BlockSource) or not storage.has_outliers:
+            return 0
+        found = storage.outliers(rows or (0, storage.shape[0]), columns or (0, storage.shape[1]))
+        return 0 if found is None else found.count
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether there are matrices of blocks with outliers."""
+        return any(isinstance(each, BlockSource) and each.has_outliers for each in self._storages.values())
+
+    def _note_outliers(self) -> None:
+        """Say once that no kernel here multiplies by blocks with outliers."""
+        if not self._has_noted and self._is_shown:
+            logger.warning("matrices of blocks with outliers become %s: the kernels have none for them", self.dtype)
+        self._has_noted = True
 
     def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
         """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""
