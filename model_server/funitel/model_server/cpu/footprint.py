@@ -24,7 +24,7 @@ _OPERAND_BYTES = {"levels": 128 / 32, "pairs": 2, "floats": _FLOAT}
 
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
 OutliersOf = Callable[[str, Range | None, Range | None], int]
-_OUTLIER, _PLACE = 4, 4  # bytes of an outlier, and of where those of an output begin
+_OUTLIER, _START = 5, 4  # bytes of an outlier, and of where those of a pair of panels begin
 
 
 def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
@@ -37,8 +37,7 @@ def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts:
 def outlier_bytes(count: int, num_outputs: int, num_parts: int = 1) -> int:
     """Bytes that so many outliers of a matrix take in the engine."""
     panels = -(-num_outputs // _LANES) * num_parts
-    places = (panels + panels % 2) * _LANES + 1
-    return count * _OUTLIER + places * _PLACE if count else 0
+    return count * _OUTLIER + (-(-panels // 2) + 1) * _START if count else 0
 
 
 def output_bytes(kind: MatrixKind, num_inputs: int) -> int:

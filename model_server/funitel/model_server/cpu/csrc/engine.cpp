@@ -820,7 +820,7 @@ int32_t ENTRY(funitel_outliers)(Engine* engine, int32_t matrix, int32_t part, in
 // All outliers of a matrix are there. Returns the bytes they take, or kNoMemory.
 int64_t ENTRY(funitel_outliers_done)(Engine* engine, int32_t matrix) {
     try {
-        engine->matrices[matrix]->finish_outliers();
+        if (!engine->matrices[matrix]->finish_outliers(engine->weights)) return funitel::kNoMemory;
         return engine->matrices[matrix]->outliers.num_bytes();
     } catch (const std::bad_alloc&) {
         return funitel::kNoMemory;

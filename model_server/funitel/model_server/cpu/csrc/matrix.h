@@ -176,7 +176,7 @@ struct Matrix {
     void set_outliers(int part, int output, int count, const uint16_t* inputs, const uint16_t* deltas) {
         outliers.take(panel_of(part, output) * kLanes + output % kLanes, count, inputs, deltas);
     }
-    void finish_outliers() { outliers.finish(num_pairs() * kPair * kLanes); }
+    bool finish_outliers(Arena& arena) { return outliers.finish(num_pairs(), arena); }
 
     void set_bias(int part, int output, float value) {
         if (bias.empty()) bias.assign(size_t(num_panels) * kLanes, 0.0f);

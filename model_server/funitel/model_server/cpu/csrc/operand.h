@@ -81,8 +81,13 @@ struct Operand {
 
   private:
     static void set_floats(float* target, size_t stride, const float* x, int num_inputs) {
+        if (stride == 1) {
+            std::copy_n(x, num_inputs, target);
+            return;
+        }
         for (int i = 0; i < num_inputs; i++) target[i * stride] = x[i];
     }
+
     static void set_pairs(uint32_t* target, size_t stride, const float* x, int num_inputs) {
         for (int i = 0; i < num_inputs; i += kLanes) {
             Pairs pairs(x + i, std::min(kLanes, num_inputs - i));

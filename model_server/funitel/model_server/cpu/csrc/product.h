@@ -60,7 +60,9 @@ struct Product {
         const int first_row = tile * operand.tile_rows;
         alignas(64) float apart[kTileRows][kPair][kLanes];  // of outliers
         const bool has_outliers = !matrix.outliers.empty();
-        if (has_outliers) matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart);
+        if (has_outliers) {
+            matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart, matrix.pair(pair));
+        }
         auto finish = [&](int r, int panel_of_pair, F16 value) {
             int panel = pair * kPair + panel_of_pair;
             if (panel >= matrix.num_panels) return;
