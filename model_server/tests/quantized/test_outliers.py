@@ -1,6 +1,7 @@
 """Outliers of blocks: what is kept apart, what is read of it, products with it, and files that are damaged."""
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from funitel.model_server.models.footprint import SizedProducts
 from funitel.model_server.quantized.block_formats import FORMATS
 from funitel.model_server.quantized.outliers import Outliers, has_outliers, split
 from funitel.model_server.registry.lookup import spec_of
-from funitel.model_server.settings import QuantizeSettings
+from funitel.model_server.settings import PerplexitySettings, QuantizeSettings
+from funitel.model_server.tools.perplexity.command import run as perplexity
 from funitel.model_server.tools.quantize.command import quantize
+from funitel.model_server.tools.quantize.job import CheckpointSource
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel_testing import inferflow_blocks
 from funitel_testing.executors import load_executor
@@ -34,6 +37,7 @@ from funitel_testing.products import product
 from funitel_testing.threads import on_ranks
 from funitel_testing.tiny import save_tiny
 
+TEXT = Path(__file__).parents[3] / "benchmarks" / "heldout_long.txt"
 STEM = "model.layers.0.mlp.down_proj"
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 Tensors = dict[str, torch.Tensor]
@@ -244,6 +248,35 @@ def test_activations_that_deltas_are_multiplied_with_are_not_rounded() -> None:
     levels = ((x.view(16, 8, 32) / scale).round() * scale).view(16, 256).double()
     rounded = plain + levels @ apart.double().t()
     assert (found - expected).norm() < (rounded - expected).norm()
+
+
+@pytest.mark.slow  # two times a model of 135 million weights; what is read is held against NumPy above in seconds
+def test_they_lower_the_perplexity_of_q3(demo_model: Path, tmp_path: Path) -> None:
+    """Of a model with hidden units scaled, and back at their reader, so that its weights are on no grid of 4 bits."""
+    source, generator = CheckpointSource(demo_model), torch.Generator().manual_seed(20)
+    tensors = {name: source.read(name).float() for name in source.names}
+    for name in [name for name in tensors if name.endswith("up_proj.weight")]:
+        units = torch.exp2(torch.rand(len(tensors[name]), generator=generator) - 0.5)
+        tensors[name] = tensors[name] * units[:, None]
+        down = name.replace("up_proj", "down_proj")
+        tensors[down] = (tensors[down] / units).contiguous()
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((demo_model / name).read_bytes())
+    save_file(tensors, model / "model.safetensors")
+    found = []
+    for share in (0.0, 0.01):
+        settings = PerplexitySettings(
+            model_id=str(written(model, tmp_path / f"q3-{share}", "q3", share)),
+            text=str(TEXT),
+            max_text_tokens=1500,
+            num_threads=1,
+            device="cpu",
+            json=True,
+        )
+        found.append(json.loads(perplexity(settings))["rows"][0]["perplexity"])
+    assert found[1] < 0.8 * found[0]
 
 
 def test_torch_computes_on_what_they_stand_for(model: Path, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from funitel.model_server.quantized.block_formats import BlockRules, format_of
 from funitel.model_server.quantized.block_types import BlockType
 from funitel.model_server.quantized.config import BLOCKS, Quantization
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
-from funitel.model_server.quantized.outliers import Outliers
 from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.spec.tensor_names import TensorNames
 from funitel.proto.errors import SettingsError, WeightsError
@@ -310,21 +309,17 @@ class Weights:
             if chosen is not None:
                 self._storages[name] = RoundedStorage(self._files, name, chosen, is_transposed=is_transposed)
 
-    def outliers(
-        self, stem: str, num_outputs: int, num_inputs: int, *, rows: Range | None = None, columns: Range | None = None
-    ) -> Outliers | None:
-        """What is to be added to the blocks of a layer, see `read_blocks`; None where there is no such tensor."""
+    def block_source(self, stem: str) -> BlockSource | None:
+        """The blocks of a linear layer, and what is to be added to them; None where it has none but a GGUF's."""
         storage = self._storages.get(f"{stem}.weight")
-        if not isinstance(storage, BlockSource):
-            return None
-        return storage.outliers(rows or (0, num_outputs), columns or (0, num_inputs))
+        return storage if isinstance(storage, BlockSource) else None
 
     def num_outliers(self, stem: str, rows: Range | None = None, columns: Range | None = None) -> int:
-        """How many there are in a part of a layer."""
-        storage = self._storages.get(f"{stem}.weight")
-        if not isinstance(storage, BlockSource) or not storage.has_outliers:
+        """How many outliers there are beside the blocks of a part of a layer."""
+        source = self.block_source(stem)
+        if source is None or not source.has_outliers:
             return 0
-        found = storage.outliers(rows or (0, storage.shape[0]), columns or (0, storage.shape[1]))
+        found = source.outliers(rows or (0, source.shape[0]), columns or (0, source.shape[1]))
         return 0 if found is None else found.count
 
     @property

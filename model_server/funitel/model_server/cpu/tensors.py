@@ -15,6 +15,7 @@ from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import read_head_norm
 from funitel.model_server.layers.rotary import Rotary, alibi_slopes, sinusoids
+from funitel.model_server.quantized.outliers import Outliers
 from funitel.model_server.spec.model_spec import ModelSpec, Norm, Position, QkNorm, RotarySpec
 
 NONE = -1  # in place of an index
@@ -246,14 +247,7 @@ class Matrices:
 
     def _take_outliers(self, index: int, parts: list[list[_Piece]], all_outputs: int, *, is_sharded: bool) -> None:
         """Read and count what is to be added to the blocks of a matrix, if there is something."""
-        weights = self._weights
-        read = [
-            [
-                weights.outliers(each.layer, each.num_outputs, each.num_inputs, rows=each.rows, columns=each.columns)
-                for each in part
-            ]
-            for part in parts
-        ]
+        read = [list(map(self._outliers, part)) for part in parts]
         if not any(found is not None and found.count for part in read for found in part):
             return
         sizes = [[each.rows or (0, each.num_outputs) for each in part] for part in parts]
@@ -264,7 +258,7 @@ class Matrices:
         num_bytes = self._engine.add_outliers(index, taken)
         self.held_bytes += num_bytes
         if is_sharded:
-            count = sum(map(weights.num_outliers, dict.fromkeys(piece.layer for part in parts for piece in part)))
+            count = sum(map(self._weights.num_outliers, dict.fromkeys(piece.layer for part in parts for piece in part)))
             self.sharded_bytes += num_bytes
             self.total_sharded_bytes += outlier_bytes(count, all_outputs, len(parts))
 
@@ -285,6 +279,12 @@ class Matrices:
             self.sharded_bytes += num_bytes
             self.total_sharded_bytes += total_bytes
         return index
+
+    def _outliers(self, piece: _Piece) -> Outliers | None:
+        source = self._weights.block_source(piece.layer)
+        if source is None:
+            return None
+        return source.outliers(piece.rows or (0, piece.num_outputs), piece.columns or (0, piece.num_inputs))
 
     def _kind(self, pieces: list[_Piece]) -> MatrixKind:
         """How the matrix of these pieces is kept: as blocks where all have the same type and no block is cut."""
