@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType
 
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Mode, NativeEngine, NativeOperation, Shape
 from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind
+from funitel.model_server.quantized.outliers import Outliers
 
 
 def kept(kind: MatrixKind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,6 +33,7 @@ def product(
     activations: ActivationDtype = ActivationDtype.INT16,
     *,
     num_threads: int = 1,
+    outliers: Outliers | None = None,
 ) -> torch.Tensor:
     """The fused product [rows, outputs] of activations [rows, inputs] and one matrix; NaN where nothing is computed."""
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
@@ -48,6 +50,8 @@ def product(
     )
     engine = NativeEngine(library, shape)
     matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
+    if outliers is not None:
+        engine.add_outliers(matrix, [[(num_outputs, outliers)]])
     engine.set_program(
         [
             NativeOperation(Code.PREPARE, Buffer.X, 0, matrix),

@@ -1,5 +1,6 @@
 """Linear layers as blocks with scales: as a checkpoint has them, or made of floating point as they are read."""
 
+import math
 from abc import abstractmethod
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +11,7 @@ from funitel.model_server.checkpoint.storage import Files, PlainStorage, Range, 
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.block_formats import FORMATS, BlockFormat
 from funitel.model_server.quantized.config import Quantization
+from funitel.model_server.quantized.outliers import MAX_INPUTS, Outliers
 from funitel.proto.errors import WeightsError
 
 
@@ -19,19 +21,30 @@ class BlockSource(Protocol):
 
     shape: tuple[int, ...]
     format: BlockFormat
+    has_outliers: bool
 
     @abstractmethod
     def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
         """Outputs `rows` and inputs `columns`, which cut no block, as [outputs, bytes] uint8."""
 
+    @abstractmethod
+    def outliers(self, rows: Range, columns: Range) -> Outliers | None:
+        """What is to be added to the blocks of a part; None where there is no such tensor."""
+
+
+OUTLIER_PARTS = ("outlier_rows", "outlier_columns", "outlier_deltas")
+_OUTLIER_TYPES = ("I32", "U16", "F16")
+
 
 class BlockStorage(QuantizedStorage):
     """The blocks of a layer as a checkpoint has them: `weight_blocks`, [outputs, bytes of an output] uint8.
 
-    The inputs are said by `weight_inputs`, one int32, as the last block of an output may be filled up.
+    The inputs are said by `weight_inputs`, one int32, as the last block of an output may be filled up. Where there are
+    outliers, `outlier_rows` [outputs + 1] int32 says where those of each output begin in `outlier_columns` uint16 and
+    `outlier_deltas` float16, see `Outliers`.
     """
 
-    parts = ("weight_blocks", "weight_inputs")
+    parts = ("weight_blocks", "weight_inputs", *OUTLIER_PARTS)
     marks = ("weight_blocks",)
 
     def __init__(self, files: Files, stem: str, quantization: Quantization) -> None:
@@ -48,6 +61,47 @@ class BlockStorage(QuantizedStorage):
                 f"{self.format.row_bytes(num_inputs)} of {self.format.name} for {num_inputs} inputs"
             )
         self.shape = (num_outputs, num_inputs)
+        self.has_outliers = any(f"{stem}.{part}" in self.names for part in OUTLIER_PARTS)
+        if self.has_outliers:
+            self._check_outliers()
+
+    def _check_outliers(self) -> None:
+        """Raise WeightsError unless types and sizes of the tensors of outliers fit together."""
+        num_outputs, num_inputs = self.shape
+        count = math.prod(self._slice("outlier_columns").get_shape())
+        for part, dtype, size in zip(OUTLIER_PARTS, _OUTLIER_TYPES, (num_outputs + 1, count, count), strict=True):
+            self._expect(part, size)
+            found = self._slice(part).get_dtype()
+            if found != dtype:
+                raise WeightsError(f"tensor {self.stem}.{part} is {found}, expected {dtype}")
+        if num_inputs > MAX_INPUTS:
+            raise WeightsError(f"{self.stem} has outliers and {num_inputs} inputs, the limit is {MAX_INPUTS}")
+
+    def outliers(self, rows: Range, columns: Range) -> Outliers | None:
+        """See BlockSource. Raises: `WeightsError`: a place is not in the matrix or not in order, a delta not finite."""
+        if not self.has_outliers:
+            return None
+        name, count = f"{self.stem}.outlier_rows", self._slice("outlier_columns").get_shape()[0]
+        whole = self._whole("outlier_rows").to(torch.int64)
+        if int(whole[0]) != 0 or int(whole[-1]) != count or bool((whole.diff() < 0).any()):
+            raise WeightsError(f"tensor {name} must ascend from 0 to {count}, the number of outliers")
+        starts = whole[rows[0] : rows[1] + 1]
+        part = slice(int(starts[0]), int(starts[-1]))
+        found = Outliers(
+            starts - starts[0], self._slice("outlier_columns")[part], self._slice("outlier_deltas")[part].contiguous()
+        )
+        places = found.columns.to(torch.int64)
+        if found.count and int(places.max()) >= self.shape[1]:
+            message = f"tensor {self.stem}.outlier_columns names input {int(places.max())}"
+            raise WeightsError(f"{message}, the layer has {self.shape[1]}")
+        is_next = torch.ones(found.count + 1, dtype=torch.bool)
+        is_next[found.starts] = False  # the first of an output follows none
+        if bool((is_next[1:-1] & (places.diff() <= 0)).any()):
+            raise WeightsError(f"tensor {self.stem}.outlier_columns must ascend within an output")
+        if not bool(torch.isfinite(found.deltas).all()):
+            wrong = float(found.deltas[~torch.isfinite(found.deltas)][0])
+            raise WeightsError(f"tensor {self.stem}.outlier_deltas holds {wrong}; differences must be finite")
+        return found if columns == (0, self.shape[1]) else found.within(*columns)
 
     def blocks(self, rows: Range, columns: Range) -> torch.Tensor:
         """See BlockSource. Raises: `WeightsError`: a scale is no finite number."""
@@ -66,6 +120,9 @@ class BlockStorage(QuantizedStorage):
         rows, columns, size = rows or (0, self.shape[0]), columns or (0, self.shape[1]), self.format.num_inputs
         start = columns[0] // size * size
         weights = self.format.decode(self.blocks(rows, (start, columns[1])), columns[1] - start)
+        outliers = self.outliers(rows, (start, columns[1]))
+        if outliers is not None:
+            outliers.add_to(weights)
         return weights[:, columns[0] - start :].to(device=device, dtype=dtype, copy=True).contiguous()
 
 
@@ -74,6 +131,8 @@ class RoundedStorage(Storage):
 
     `is_transposed` says that the file has it as [inputs, outputs].
     """
+
+    has_outliers = False
 
     def __init__(self, files: Files, name: str, block_format: BlockFormat, *, is_transposed: bool = False) -> None:
         self._plain, self._is_transposed = PlainStorage(files, name), is_transposed
@@ -87,6 +146,10 @@ class RoundedStorage(Storage):
         found = self.format.encode(self.read(rows, (first, last), torch.float32, torch.device("cpu")))
         start = self.format.row_bytes(columns[0] - first)
         return found[:, start : start + self.format.row_bytes(columns[1] - columns[0])].contiguous()
+
+    def outliers(self, rows: Range, columns: Range) -> Outliers | None:
+        """See BlockSource: none."""
+        return None
 
     def read_codes(self, rows: Range, columns: Range) -> Codes:
         """The blocks of a part as integers, see QuantizedStorage. Raises: `WeightsError`: float16 has no such scale."""

@@ -5,6 +5,7 @@ one tensor is on its way at a time. Quantised layers come out in floating point,
 every tensor it needs and then calls `finish`, which refuses tensors that were not asked for.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
 from funitel.model_server.quantized.published import find_quantization
 from funitel.model_server.spec.tensor_names import TensorNames
 from funitel.proto.errors import SettingsError, WeightsError
+
+logger = logging.getLogger(__name__)
 
 
 def has_nan(values: torch.Tensor) -> bool:
@@ -79,6 +82,7 @@ class Weights:
     """
 
     _blocks: GgufTensorFile | None = None
+    _has_noted = False  # that outliers have no kernels
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
@@ -243,6 +247,9 @@ class Weights:
             return None
         storage = self._storages.get(f"{stem}.weight")
         if isinstance(storage, BlockSource):
+            if storage.has_outliers:
+                self._note_outliers()
+                return None
             return storage.format.kept
         return self.quantization if isinstance(storage, QuantizedStorage) else self.products.made
 
@@ -301,6 +308,30 @@ class Weights:
             chosen = rules.of(stem, storage.shape[0 if is_transposed else 1], is_table=stem in tables)
             if chosen is not None:
                 self._storages[name] = RoundedStorage(self._files, name, chosen, is_transposed=is_transposed)
+
+    def block_source(self, stem: str) -> BlockSource | None:
+        """The blocks of a linear layer, and what is to be added to them; None where it has none but a GGUF's."""
+        storage = self._storages.get(f"{stem}.weight")
+        return storage if isinstance(storage, BlockSource) else None
+
+    def num_outliers(self, stem: str, rows: Range | None = None, columns: Range | None = None) -> int:
+        """How many outliers there are beside the blocks of a part of a layer."""
+        source = self.block_source(stem)
+        if source is None or not source.has_outliers:
+            return 0
+        found = source.outliers(rows or (0, source.shape[0]), columns or (0, source.shape[1]))
+        return 0 if found is None else found.count
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether there are matrices of blocks with outliers."""
+        return any(isinstance(each, BlockSource) and each.has_outliers for each in self._storages.values())
+
+    def _note_outliers(self) -> None:
+        """Say once that no kernel here multiplies by blocks with outliers."""
+        if not self._has_noted and self._is_shown:
+            logger.warning("matrices of blocks with outliers become %s: the kernels have none for them", self.dtype)
+        self._has_noted = True
 
     def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
         """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""

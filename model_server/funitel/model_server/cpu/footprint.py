@@ -23,6 +23,8 @@ _PACKED_BYTES = {MatrixKind.Q3_K: 114, MatrixKind.Q4_K: 148, MatrixKind.Q5_K: 18
 _OPERAND_BYTES = {"levels": 128 / 32, "pairs": 2, "floats": _FLOAT}
 
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
+OutliersOf = Callable[[str, Range | None, Range | None], int]
+_OUTLIER, _START = 5, 4  # bytes of an outlier, and of where those of a pair of panels begin
 
 
 def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
@@ -30,6 +32,12 @@ def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts:
     panels = -(-num_outputs // _LANES) * num_parts
     outputs = (panels + panels % 2) * _LANES  # panels lie in pairs
     return outputs * output_bytes(kind, num_inputs)
+
+
+def outlier_bytes(count: int, num_outputs: int, num_parts: int = 1) -> int:
+    """Bytes that so many outliers of a matrix take in the engine."""
+    panels = -(-num_outputs // _LANES) * num_parts
+    return count * _OUTLIER + (-(-panels // 2) + 1) * _START if count else 0
 
 
 def output_bytes(kind: MatrixKind, num_inputs: int) -> int:
@@ -68,14 +76,27 @@ class _Matrix:
     columns: Range | None = None  # of the layers' inputs
     num_parts: int = 1
     has_bias: bool = False
+    rows: tuple[Range, ...] = ()  # of each layer's outputs, where not all
     kind: MatrixKind | None = None  # where neither tier nor blocks decide
     count: int = 1  # of such matrices
 
+    def num_outliers(self, outliers: OutliersOf) -> int:
+        """Those of the layers' parts that it is made of."""
+        rows = self.rows or (None,) * len(self.layers)
+        return sum(outliers(layer, part, self.columns) for layer, part in zip(self.layers, rows, strict=True))
 
-def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type: BlockTypeOf) -> int:
+
+def weight_bytes(
+    spec: ModelSpec,
+    parallel: TensorParallel,
+    tier: Tier,
+    block_type: BlockTypeOf,
+    outliers: OutliersOf = lambda layer, rows, columns: 0,
+) -> int:
     """Bytes of this rank's weights in `tier`, as `Program.held_bytes` will count them.
 
-    `block_type` says how a layer is stored, as `Weights.block_type` does; it matters for `Tier.GGUF` only.
+    `block_type` says how a layer is stored, as `Weights.block_type` does, and `outliers` how many outliers there are
+    beside blocks, as `Weights.num_outliers` does; they matter for `Tier.GGUF` only.
     """
     total = sum(_vectors(spec, parallel)) * _FLOAT
     for matrix in _matrices(spec, parallel, tier, block_type):
@@ -83,6 +104,8 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
         if kind is None:
             kind = kind_of(tier, matrix.layers, matrix.columns, block_type)
         total += matrix.count * matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
+        if kind.has_blocks:
+            total += outlier_bytes(matrix.num_outliers(outliers), matrix.num_outputs, matrix.num_parts)
         if matrix.has_bias:
             total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT
     return total
@@ -95,16 +118,18 @@ def step_bytes(
     *,
     num_tokens: int,
     num_logits: int,
+    has_outliers: bool = False,
 ) -> int:
     """Bytes that a step takes beside weights and pool: what the engine keeps for the next, and the step's own tensors.
 
-    Left out is what depends on contexts, some kilobytes for each row that computes one token.
+    With outliers of weights there are floats beside levels. Left out is what depends on contexts, some kilobytes for
+    each row that computes one token.
     """
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     start, end = parallel.split(spec.intermediate_size if has_plain_mlp(spec) else 0)
     units = end - start
     widths: list[float]
-    operand_bytes = _OPERAND_BYTES[tier.kind.operand]
+    operand_bytes = _OPERAND_BYTES[tier.kind.operand] + (_FLOAT if has_outliers else 0)
     if spec.latent is None:
         attended, query_rank = heads.num_heads * spec.head_dim, 0
         widths = [attended + 2 * heads.num_kv_heads * spec.head_dim]
@@ -156,11 +181,11 @@ def _matrices(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type:
     names, prefix = spec.names, spec.names.prefix
     start, end = parallel.split(spec.vocab_size)
     if spec.holds_table:
-        yield _Matrix(
-            (prefix + names.embedding,), end - start, spec.hidden_size, has_bias=spec.has_head_bias and spec.is_tied
-        )
+        has_bias, rows = spec.has_head_bias and spec.is_tied, ((start, end),)
+        yield _Matrix((prefix + names.embedding,), end - start, spec.hidden_size, has_bias=has_bias, rows=rows)
     if spec.is_last and not spec.is_tied:
-        yield _Matrix((names.head,), end - start, spec.hidden_size, has_bias=spec.has_head_bias)
+        rows = ((start, end),)
+        yield _Matrix((names.head,), end - start, spec.hidden_size, has_bias=spec.has_head_bias, rows=rows)
     for index in spec.held_layers:
 
         def name(template: str, index: int = index) -> str:
@@ -187,7 +212,8 @@ def _attention(
     else:
         num_inputs, still = latent.query_rank or spec.hidden_size, dim - (spec.rotary.dims or 0)
         source = names.q if latent.query_rank is None else names.q_up
-        yield _Matrix((name(source),), heads.num_heads * dim, num_inputs)
+        rows = ((heads.q_start * dim, heads.q_end * dim),)
+        yield _Matrix((name(source),), heads.num_heads * dim, num_inputs, rows=rows)
         if latent.query_rank is not None:
             yield _Matrix((name(names.q_down),), latent.query_rank, spec.hidden_size, has_bias=spec.has_qkv_bias)
         yield _Matrix((name(names.kv_down),), spec.cached_dim, spec.hidden_size, has_bias=spec.has_qkv_bias)
@@ -199,7 +225,8 @@ def _attention(
 
 def _columns(run: list[Part], num_inputs: int, *, has_bias: bool) -> _Matrix:
     num_outputs = sum(last - first for _, _, (first, last) in run)
-    return _Matrix(tuple(layer for layer, _, _ in run), num_outputs, num_inputs, has_bias=has_bias)
+    layers, rows = tuple(layer for layer, _, _ in run), tuple(rows for _, _, rows in run)
+    return _Matrix(layers, num_outputs, num_inputs, has_bias=has_bias, rows=rows)
 
 
 def _mlp(
@@ -211,8 +238,9 @@ def _mlp(
     if len(runs) > 1:
         yield from (_columns(run, spec.hidden_size, has_bias=spec.has_mlp_bias) for run in runs)
     else:
-        up = tuple(layer for layer, _, _ in mlp_parts(spec, mine, name))
-        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias)
+        parts = mlp_parts(spec, mine, name)
+        up, rows = tuple(layer for layer, _, _ in parts), tuple(rows for _, _, rows in parts)
+        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias, rows=rows)
     has_bias = spec.has_mlp_bias and parallel.rank == 0
     yield _Matrix((name(spec.names.down),), spec.hidden_size, num_units, mine, has_bias=has_bias)
 

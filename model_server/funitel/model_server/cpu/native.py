@@ -11,6 +11,7 @@ import torch
 from funitel.model_server.cpu.build import Functions, open_library
 from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
+from funitel.model_server.quantized.outliers import Outliers
 from funitel.proto.errors import NotEnoughMemory
 
 DONE, NO_MEMORY, LOST_RANK = -1, -2, -3
@@ -188,6 +189,8 @@ def load_library(cache_dir: Path, instruction_set: str | None = None) -> ctypes.
         "funitel_matrix": (number, [address, *[number] * 4]),
         "funitel_rows": (None, [address, *[number] * 4, address, size, size, address]),
         "funitel_blocks": (None, [address, *[number] * 4, address, size, address]),
+        "funitel_outliers": (number, [address, *[number] * 4, *[address] * 3]),
+        "funitel_outliers_done": (size, [address, number]),
         "funitel_matrix_done": (size, [address, number]),
         "funitel_vector": (number, [address, address, size]),
         "funitel_norm": (number, [address, address]),
@@ -275,6 +278,23 @@ class NativeEngine:
                     self._library.funitel_rows(*place, *weight.stride(), biases)
                 first += weight.shape[0]
         return index, int(self._library.funitel_matrix_done(self._handle, index))
+
+    def add_outliers(self, index: int, parts: Sequence[Sequence[tuple[int, Outliers | None]]]) -> int:
+        """Give a matrix of blocks its outliers and return their bytes.
+
+        Args:
+            index: of the matrix, before the program is set.
+            parts: as those of `add_matrix`, each a list of (outputs, their outliers or None).
+        """
+        for number, part in enumerate(parts):
+            first = 0
+            for num_outputs, found in part:
+                if found is not None:
+                    place = self._handle, index, number, first, num_outputs
+                    pointers = found.starts.data_ptr(), found.columns.data_ptr(), found.deltas.data_ptr()
+                    _checked(self._library.funitel_outliers(*place, *pointers), "weights")
+                first += num_outputs
+        return _checked(int(self._library.funitel_outliers_done(self._handle, index)), "weights")
 
     def add_vector(self, values: torch.Tensor) -> int:
         """Copy a float32 tensor and return its index."""

@@ -61,7 +61,7 @@ class Program:
         weights.takes_blocks = tier.takes_blocks
         # Before memory is taken by what config.json says: that may be of another model.
         weights.check(f"{weights.prefix}{spec.names.embedding}.weight", [spec.vocab_size, spec.hidden_size])
-        self.engine.reserve(weight_bytes(spec, parallel, tier, weights.block_type))
+        self.engine.reserve(weight_bytes(spec, parallel, tier, weights.block_type, weights.num_outliers))
         self._vectors = Vectors(spec, weights, self._heads, self.engine)
         self._blocks = Blocks(
             spec, weights, parallel, self._heads, self.engine, self._matrices, self._vectors, self._operations

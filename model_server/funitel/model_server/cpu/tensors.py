@@ -9,12 +9,13 @@ import torch
 from funitel.model_server.adapters.sites import Site
 from funitel.model_server.checkpoint.storage import Part, Range
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.footprint import kind_of, matrix_bytes, runs_of_one_kind
+from funitel.model_server.cpu.footprint import kind_of, matrix_bytes, outlier_bytes, runs_of_one_kind
 from funitel.model_server.cpu.native import NativeEngine, NormRecord
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import read_head_norm
 from funitel.model_server.layers.rotary import Rotary, alibi_slopes, sinusoids
+from funitel.model_server.quantized.outliers import Outliers
 from funitel.model_server.spec.model_spec import ModelSpec, Norm, Position, QkNorm, RotarySpec
 
 NONE = -1  # in place of an index
@@ -239,8 +240,27 @@ class Matrices:
         first, last = parts[0][0].columns or (0, parts[0][0].num_inputs)
         total = matrix_bytes(kind, all_outputs, parts[0][0].num_inputs, len(parts)) if is_sharded else None
         index = self._take(kind, num_outputs, last - first, read, total_bytes=total)
+        if kind.has_blocks:
+            self._take_outliers(index, parts, all_outputs, is_sharded=is_sharded)
         self.sites[index] = tuple(map(_site, parts))
         return index
+
+    def _take_outliers(self, index: int, parts: list[list[_Piece]], all_outputs: int, *, is_sharded: bool) -> None:
+        """Read and count what is to be added to the blocks of a matrix, if there is something."""
+        read = [list(map(self._outliers, part)) for part in parts]
+        if not any(found is not None and found.count for part in read for found in part):
+            return
+        sizes = [[each.rows or (0, each.num_outputs) for each in part] for part in parts]
+        taken = [
+            [(last - first, found) for (first, last), found in zip(rows, part, strict=True)]
+            for rows, part in zip(sizes, read, strict=True)
+        ]
+        num_bytes = self._engine.add_outliers(index, taken)
+        self.held_bytes += num_bytes
+        if is_sharded:
+            count = sum(map(self._weights.num_outliers, dict.fromkeys(piece.layer for part in parts for piece in part)))
+            self.sharded_bytes += num_bytes
+            self.total_sharded_bytes += outlier_bytes(count, all_outputs, len(parts))
 
     def _take(
         self,
@@ -259,6 +279,12 @@ class Matrices:
             self.sharded_bytes += num_bytes
             self.total_sharded_bytes += total_bytes
         return index
+
+    def _outliers(self, piece: _Piece) -> Outliers | None:
+        source = self._weights.block_source(piece.layer)
+        if source is None:
+            return None
+        return source.outliers(piece.rows or (0, piece.num_outputs), piece.columns or (0, piece.num_inputs))
 
     def _kind(self, pieces: list[_Piece]) -> MatrixKind:
         """How the matrix of these pieces is kept: as blocks where all have the same type and no block is cut."""

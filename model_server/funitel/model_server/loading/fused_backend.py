@@ -68,7 +68,8 @@ def load_fused(
     if asked is not None:
         kv_kind = asked_kv_kind(spec, settings.block_size, asked)
     parallel = _in_shared_memory(parallel, library)
-    predicted, before = weight_bytes(spec, parallel, tier, weights.block_type), bytes_in_use(weights.device)
+    predicted = weight_bytes(spec, parallel, tier, weights.block_type, weights.num_outliers)
+    before, has_outliers = bytes_in_use(weights.device), weights.has_outliers
     weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
     decoder = fused.FusedDecoder(
         spec,
@@ -103,7 +104,7 @@ def load_fused(
         num_threads=decoder.num_threads,
         parallel=parallel,
         footprint=decoder.program,
-        step_bytes=partial(_step_bytes, spec, parallel, tier),
+        step_bytes=partial(_step_bytes, spec, parallel, tier, has_outliers),
         adapters=adapter_base(spec, decoder.program, parallel, weights.prefix) if settings.max_lora_rank else None,
     )
 
@@ -115,8 +116,9 @@ def _activations(settings: ModelServerSettings, weights: Weights) -> ActivationD
     return ActivationDtype[settings.activation_dtype.upper()]
 
 
-def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:
-    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MAX_LOGITS))
+def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, has_outliers: bool, num_tokens: int) -> int:
+    num_logits = min(num_tokens, _MAX_LOGITS)
+    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=num_logits, has_outliers=has_outliers)
 
 
 def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:

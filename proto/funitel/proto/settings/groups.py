@@ -46,7 +46,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "precision",
         "Precision and quantisation",
         "dtype quantize method to tensor tier",
-        "quantize_tensors inferflow_levels activation_dtype kv_cache_dtype rope_scaling rope_factor",
+        "quantize_tensors inferflow_levels outliers activation_dtype kv_cache_dtype rope_scaling rope_factor",
     ),
     _group(
         "calibration",

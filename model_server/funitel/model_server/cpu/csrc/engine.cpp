@@ -100,8 +100,10 @@ class Engine {
     void set_program(const Operation* operations, int count) {
         program_.assign(operations, operations + count);
         operand_bytes_ = 0;
+        operand_.keeps_floats = std::any_of(matrices.begin(), matrices.end(),
+                                            [](const auto& matrix) { return !matrix->outliers.empty(); });
         for (const auto& matrix : matrices) {
-            operand_bytes_ = std::max(operand_bytes_, Operand::row_bytes(*matrix));
+            operand_bytes_ = std::max(operand_bytes_, Operand::row_bytes(*matrix) + operand_.float_bytes(*matrix));
         }
         following_.assign(count, nullptr);
         for (int i = count - 1; i > 0; i--) following_[i - 1] = first_product(program_[i], following_[i]);
@@ -797,6 +799,32 @@ void ENTRY(funitel_blocks)(Engine* engine, int32_t matrix, int32_t part, int32_t
     funitel::Matrix& target = *engine->matrices[matrix];
     engine->fill_blocks(target, part, first, count, source, row_bytes);
     for (int32_t i = 0; bias != nullptr && i < count; i++) target.set_bias(part, first + i, bias[i]);
+}
+
+// Outliers of outputs [first, first + count) of a part of a matrix of blocks: those of output first + i are
+// [starts[i], starts[i + 1]) of `inputs`, ascending, and `deltas`, float16. Returns 0 or kNoMemory.
+int32_t ENTRY(funitel_outliers)(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count,
+                                const int64_t* starts, const uint16_t* inputs, const uint16_t* deltas) {
+    try {
+        funitel::Matrix& target = *engine->matrices[matrix];
+        for (int32_t i = 0; i < count; i++) {
+            const int number = static_cast<int>(starts[i + 1] - starts[i]);
+            target.set_outliers(part, first + i, number, inputs + starts[i], deltas + starts[i]);
+        }
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+// All outliers of a matrix are there. Returns the bytes they take, or kNoMemory.
+int64_t ENTRY(funitel_outliers_done)(Engine* engine, int32_t matrix) {
+    try {
+        if (!engine->matrices[matrix]->finish_outliers(engine->weights)) return funitel::kNoMemory;
+        return engine->matrices[matrix]->outliers.num_bytes();
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
 }
 
 // The matrix is whole; returns the bytes it takes.

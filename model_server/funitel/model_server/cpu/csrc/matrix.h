@@ -13,6 +13,7 @@
 #include "affine_blocks.h"
 #include "blocks.h"
 #include "memory.h"
+#include "outliers.h"
 #include "vector.h"
 
 namespace funitel {
@@ -100,6 +101,7 @@ struct Matrix {
     size_t pair_bytes;  // of a pair of panels; the scales of int8 are at its end
     uint8_t* data = nullptr;
     std::vector<float> bias;  // [num_panels * 16], empty for none
+    Outliers outliers;        // beside blocks; empty for none
 
     Matrix(Kind kind, int outputs, int inputs, int parts)
         : kind(kind), num_outputs(outputs), num_inputs(inputs), num_parts(parts) {
@@ -116,7 +118,9 @@ struct Matrix {
     }
 
     int num_pairs() const { return divide_up(num_panels, kPair); }
-    size_t num_bytes() const { return pair_bytes * num_pairs() + bias.size() * sizeof(float); }
+    size_t num_bytes() const {
+        return pair_bytes * num_pairs() + bias.size() * sizeof(float) + outliers.num_bytes();
+    }
     // Blocks of a pair; of int8 the last may be filled up with zeros.
     int num_blocks() const {
         return with_block(kind, [this](auto of) {
@@ -168,6 +172,12 @@ struct Matrix {
         });
     }
 
+    // Take the outliers of an output, ascending by their inputs; `finish_outliers` follows those of the last.
+    void set_outliers(int part, int output, int count, const uint16_t* inputs, const uint16_t* deltas) {
+        outliers.take(panel_of(part, output) * kLanes + output % kLanes, count, inputs, deltas);
+    }
+    bool finish_outliers(Arena& arena) { return outliers.finish(num_pairs(), arena); }
+
     void set_bias(int part, int output, float value) {
         if (bias.empty()) bias.assign(size_t(num_panels) * kLanes, 0.0f);
         bias[size_t(panel_of(part, output)) * kLanes + output % kLanes] = value;
@@ -192,6 +202,7 @@ struct Matrix {
                 target[i] = blocks[i / Block::kInputs].at(panel % kPair, lane, i % Block::kInputs) * factor;
             }
         });
+        outliers.add_to(panel * kLanes + lane, factor, target);
     }
 
   private:

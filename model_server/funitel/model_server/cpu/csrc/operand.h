@@ -22,15 +22,17 @@ inline int whole_tile(int rows) {
 
 // Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16; for codes 32
 // inputs, as a RowBlock. Tiles are as equal as their rows can be taken at once, and the last is as narrow as it has rows:
-// few rows take little of the caches. What is laid out for one matrix can be multiplied with every matrix of as many inputs that has the same of
-// these three.
+// few rows take little of the caches. What is laid out for one matrix can be multiplied with every matrix of as many
+// inputs that has the same of these three. Behind the tiles of all rows of levels there are, where that is asked for, tiles
+// of floats, which the outliers of matrices read.
 struct Operand {
     uint8_t* values = nullptr;
     int level_bits = 8;  // 16, or 8 where no outlier asks for more
+    bool keeps_floats = false;  // beside levels
     int num_rows = 0;
     int tile_rows = 0;  // of all tiles but the last, which may have fewer
 
-    // Bytes that a row takes for `matrix`.
+    // Bytes that a row takes for `matrix`, without floats beside levels.
     static size_t row_bytes(const Matrix& matrix) {
         if (has_codes(matrix.kind)) return size_t(divide_up(matrix.num_inputs, kBlockInputs)) * sizeof(RowBlock);
         if (matrix.kind == kBFloat16) return size_t(divide_up(matrix.num_inputs, 2)) * sizeof(uint32_t);
@@ -47,10 +49,20 @@ struct Operand {
     int num_tiles() const { return divide_up(num_rows, tile_rows); }
     int rows_of(int tile) const { return std::min(tile_rows, num_rows - tile * tile_rows); }
     // Bytes of `values` that the rows take for `matrix`.
-    size_t num_bytes(const Matrix& matrix) const { return num_rows * row_bytes(matrix); }
+    size_t num_bytes(const Matrix& matrix) const { return num_rows * (row_bytes(matrix) + float_bytes(matrix)); }
+    // Bytes of a row of floats beside levels.
+    size_t float_bytes(const Matrix& matrix) const {
+        return keeps_floats && has_codes(matrix.kind) ? matrix.num_inputs * sizeof(float) : 0;
+    }
 
     uint8_t* tile(const Matrix& matrix, int index) const {
         return values + size_t(index) * tile_rows * row_bytes(matrix);
+    }
+
+    // The floats of a tile beside its levels, [input][row].
+    float* floats(const Matrix& matrix, int index) const {
+        float* start = reinterpret_cast<float*>(values + num_rows * row_bytes(matrix));
+        return start + size_t(index) * tile_rows * matrix.num_inputs;
     }
 
     // Lay out row `row` of the activations for `matrix`.
@@ -59,15 +71,23 @@ struct Operand {
         uint8_t* start = tile(matrix, index);
         if (has_codes(matrix.kind)) {
             set_levels(reinterpret_cast<RowBlock*>(start) + place, rows, x, matrix.num_inputs, level_bits);
+            if (keeps_floats) set_floats(floats(matrix, index) + place, rows, x, matrix.num_inputs);
         } else if (matrix.kind == kBFloat16) {
             set_pairs(reinterpret_cast<uint32_t*>(start) + place, rows, x, matrix.num_inputs);
         } else {
-            float* target = reinterpret_cast<float*>(start) + place;
-            for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * rows] = x[i];
+            set_floats(reinterpret_cast<float*>(start) + place, rows, x, matrix.num_inputs);
         }
     }
 
   private:
+    static void set_floats(float* target, size_t stride, const float* x, int num_inputs) {
+        if (stride == 1) {
+            std::copy_n(x, num_inputs, target);
+            return;
+        }
+        for (int i = 0; i < num_inputs; i++) target[i * stride] = x[i];
+    }
+
     static void set_pairs(uint32_t* target, size_t stride, const float* x, int num_inputs) {
         for (int i = 0; i < num_inputs; i += kLanes) {
             Pairs pairs(x + i, std::min(kLanes, num_inputs - i));

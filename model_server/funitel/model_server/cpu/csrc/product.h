@@ -58,10 +58,16 @@ struct Product {
             for (int p = 0; p < num_written; p++) __builtin_prefetch(y + p * kLanes, 1);
         }
         const int first_row = tile * operand.tile_rows;
+        alignas(64) float apart[kTileRows][kPair][kLanes];  // of outliers
+        const bool has_outliers = !matrix.outliers.empty();
+        if (has_outliers) {
+            matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart, matrix.pair(pair));
+        }
         auto finish = [&](int r, int panel_of_pair, F16 value) {
             int panel = pair * kPair + panel_of_pair;
             if (panel >= matrix.num_panels) return;
             if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
+            if (has_outliers) value = add(value, load(apart[r][panel_of_pair]));
             if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
             if (added != nullptr && added->has(first_row + r)) value = add(value, load(more[r][panel_of_pair]));
             if (mode == kGate) {

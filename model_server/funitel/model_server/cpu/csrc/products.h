@@ -22,6 +22,7 @@ class Products {
     void add(const Matrix& matrix, int num_rows, Mode mode, Activation activation, float* target, size_t width) {
         Entry entry = {&matrix, {}, mode, activation, target, width, 0, 0};
         entry.operand.level_bits = level_bits_;
+        entry.operand.keeps_floats = !matrix.outliers.empty();
         entry.operand.begin(num_rows);
         entries_.push_back(entry);
     }

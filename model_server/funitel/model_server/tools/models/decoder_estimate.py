@@ -49,7 +49,7 @@ def estimate_alone(
     if reads_middle:
         reason = "the drafter reads hidden states that the fused step does not keep"
     if tier is not None and reason is None:
-        held = [weight_bytes(spec, rank, tier, weights.block_type) for rank in ranks]
+        held = [weight_bytes(spec, rank, tier, weights.block_type, weights.num_outliers) for rank in ranks]
         asked, size = settings.kv_cache_dtype, settings.block_size
         usual = tier.kv_kind(spec, size, ActivationDtype.INT8)
         kv_dtype: KvDtype = KV_DTYPES[usual if asked is None else asked_kv_kind(spec, size, asked)]
