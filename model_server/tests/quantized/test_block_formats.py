@@ -164,6 +164,10 @@ def test_a_pattern_gives_some_matrices_another_format() -> None:
     assert named(rules, "model.embed_tokens", is_table=True) == "q8_b32t2"
     with pytest.raises(SettingsError, match="'lm_head' is part of the name of no matrix; names are like a.down_proj"):
         rules.check_used(["a.down_proj"])
+    covered = BlockRules.parse("q3h", "mlp=q6,down_proj=q8")
+    with pytest.raises(SettingsError, match="'down_proj' decides nothing: an earlier pattern fits all its matrices"):
+        covered.check_used(["a.mlp.up_proj", "a.mlp.down_proj"])
+    covered.check_used(["a.mlp.down_proj", "down_proj"])
 
 
 def test_inputs_that_are_no_whole_groups_get_smaller_groups() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from funitel.model_server.quantized.config import Quantization, check_flag
+from funitel.model_server.quantized.config import BLOCKS, Quantization, check_flag
 from funitel.model_server.quantized.published import find_quantization
 from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 
@@ -222,3 +222,6 @@ def test_the_flag_must_fit_the_checkpoint() -> None:
         check_flag("int8", gptq)
     with pytest.raises(SettingsError, match=r"--quantize gptq: this checkpoint is quantised as int8 \(8 bits\)"):
         check_flag("gptq", int8)
+    blocks = Quantization(method=BLOCKS, bits=0, group_size=-1, formats=(("", "q3h_b64t1"),))
+    with pytest.raises(SettingsError, match=r"--quantize q4: this checkpoint is quantised as q3h_b64t1; leave the"):
+        check_flag("q4", blocks)

@@ -77,6 +77,7 @@ def check_flag(asked: str | None, found: Quantization | None) -> None:
             f"--quantize {asked}: the weights of this checkpoint are not quantised; "
             f"funitel-server quantize MODEL_ID OUTPUT_DIR makes a checkpoint that is"
         )
+    bits = "" if found.method == BLOCKS else f" ({found.bits} bits)"
     raise SettingsError(
-        f"--quantize {asked}: this checkpoint is quantised as {found.flags[0]} ({found.bits} bits); leave the flag out"
+        f"--quantize {asked}: this checkpoint is quantised as {found.flags[0]}{bits}; leave the flag out"
     )
