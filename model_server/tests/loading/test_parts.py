@@ -94,8 +94,8 @@ def test_each_part_is_loaded_in_its_precision_and_the_log_says_which(
         executor, info = load_generator(settings, folder)
     assert [decoder.tier for decoder in decoders_of(executor)] == [Tier.BFLOAT16, Tier.INT8]
     assert info.dtype == "0-0=cpu:bfloat16,1-2=cpu:int8"
-    assert "layers 0..0 of 3 device=cpu step=fused precision=torch.bfloat16 kv_dtype=bfloat16" in caplog.text
-    assert "layers 1..2 of 3 device=cpu step=fused precision=int8 kv_dtype=bfloat16" in caplog.text
+    assert "layers 0..0 of 3 device=cpu step=fused precision=torch.bfloat16 kv_dtype=torch.bfloat16" in caplog.text
+    assert "layers 1..2 of 3 device=cpu step=fused precision=int8 kv_dtype=torch.bfloat16" in caplog.text
     held = [decoder.program.held_bytes for decoder in decoders_of(executor)]
     assert info.weight_bytes == sum(held)
     assert f"weight_bytes={held[0]}" in caplog.text

@@ -98,8 +98,9 @@ class SlotFile:
     def open(cls, folder: Path, stem: str, layout: SlotLayout, num_files: int = 1) -> "SlotFile":
         """Open a file `STEM-N.kv` of a folder that no other process has, with what it holds, or make it anew.
 
-        It is the first of this layout and fingerprint, or else the first of all. A file is discarded, with a line in the log, where it is damaged or of another layout or fingerprint. It is
-        readable by its owner alone. `num_files` of as many bytes are to have room.
+        It is the first of this layout and fingerprint, or else the first of all. A file is discarded, with a line in
+        the log, where it is damaged or of another layout or fingerprint. It is readable by its owner alone.
+        `num_files` of as many bytes are to have room.
 
         Raises:
             SettingsError: the folder cannot be used, or its file system has too little room.

@@ -18,7 +18,6 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.kv_cache.joined_pools import JoinedPools
 from funitel.model_server.kv_cache.pool import SpecPools
-from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.loading.common import Bytes, Loaded, choose_device, choose_dtype
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
@@ -169,7 +168,7 @@ def load_parts(folder: Path, spec: ModelSpec, parts: Sequence[Part]) -> Loaded:
         logger.info(
             "layers %d..%d of %d device=%s step=%s precision=%s kv_dtype=%s weight_bytes=%d",
             *(part.layers.start, part.layers.stop - 1, spec.num_layers, part.device, loaded.name, loaded.precision),
-            *(kv_label(loaded.kv_dtype), loaded.footprint.held_bytes),
+            *(loaded.kv_dtype, loaded.footprint.held_bytes),
         )
     return _joined(parts, every, JoinedPools(tuple(pools)))
 
