@@ -190,6 +190,23 @@ def tier_of(folder: Path, **changes: object) -> DiskTier:
     return tier
 
 
+def test_other_ranks_take_the_number_of_the_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot is found again only where every rank has the same in it."""
+    executor = load_executor(folder)
+    executor.runner.options = replace(executor.runner.options, disk=DiskTier(tmp_path, "m", 1 << 17, "x"))
+    parallel = executor.runner.parallel
+    monkeypatch.setattr(parallel, "rank", 1)
+    monkeypatch.setattr(parallel, "share", lambda text, source: "3" if source == 0 else text)
+    monkeypatch.setattr(parallel, "exchange", lambda text: [text, text])
+    warmed(executor)
+    assert executor.runner.options.disk is not None
+    assert executor.runner.options.disk.number == 3
+    close(executor)
+    assert executor.runner.options.disk.number == -1
+
+
 def test_what_a_file_is_of(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path / "model")
     own = tier_of(model)

@@ -128,6 +128,14 @@ def test_a_process_takes_the_file_that_is_its_own_before_others(tmp_path: Path) 
         file.close()
 
 
+def test_the_number_that_is_asked_for_comes_first(tmp_path: Path) -> None:
+    first, second = SlotFile.open(tmp_path, "m", LAYOUT, wanted=2), SlotFile.open(tmp_path, "m", LAYOUT, wanted=2)
+    assert (first.number, second.number) == (2, 0), "another process has it"
+    first.close()
+    second.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m-0.kv", "m-2.kv"]
+
+
 def test_what_cannot_be_a_folder_or_a_file_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(SettingsError, match=r"^--kv-disk-dir [^:]*file: (Not a directory|File exists)$"):

@@ -347,6 +347,15 @@ def test_all_layers_on_the_gpu_are_no_parts(folder: Path) -> None:
         parts_of(settings_of(folder, layer_parts=table), choose_spec(None, folder), CUDA)
 
 
+def test_formats_of_some_matrices_are_for_layers_that_say_no_precision(folder: Path) -> None:
+    table = LayerParts("0-0=cpu,1-1=int8,2-2=bfloat16")
+    asked = settings_of(folder, layer_parts=table, quantize="q4", quantize_tensors="down_proj=q8")
+    parts = parts_of(asked, choose_spec(None, folder), loading.HOST)
+    assert parts is not None
+    found = [(part.settings.quantize, part.settings.quantize_tensors) for part in parts]
+    assert found == [("q4", "down_proj=q8"), ("int8", None), (None, None)]
+
+
 def test_layers_on_a_gpu_have_no_blocks_in_a_file(folder: Path) -> None:
     for placed in ({"gpu_layers": 2}, {"layer_parts": LayerParts("0-0=int8,1-2=cuda")}):
         with pytest.raises(SettingsError, match=r"^--kv-disk-gb 2 cannot be used with --(gpu-layers|layer-parts) "):

@@ -223,6 +223,10 @@ def test_a_pattern_gives_some_matrices_another_format() -> None:
     unused = "^--tensor: 'lm_head' is part of the name of no matrix; names end in down_proj, embed_tokens$"
     with pytest.raises(SettingsError, match=unused):
         rules.check_used(["model.embed_tokens", "a.down_proj", "b.down_proj"])
+    covered = BlockRules.parse("q3h", "mlp=q6,down_proj=q8")
+    with pytest.raises(SettingsError, match="^--tensor: 'down_proj' decides nothing: an earlier pattern fits all its "):
+        covered.check_used(["a.mlp.up_proj", "a.mlp.down_proj"])
+    covered.check_used(["a.mlp.down_proj", "down_proj"])
 
 
 def test_inputs_that_are_no_whole_groups_get_smaller_groups() -> None:

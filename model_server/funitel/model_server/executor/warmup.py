@@ -25,6 +25,7 @@ from funitel.model_server.executor.pool_sizing import (
 )
 from funitel.model_server.executor.prompt_scores import max_scored_tokens, score
 from funitel.model_server.forward.batch import RecordingForward, RowSpan
+from funitel.model_server.kv_cache.disk_tier import DiskBlocks, DiskTier
 from funitel.model_server.kv_cache.pool import HostBlocks, KVCache
 from funitel.model_server.kv_cache.precision import kv_label
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
@@ -317,6 +318,16 @@ class Warmup:
                 "--max-batch-total-tokens sets another size"
             ) from None
 
+    def _open_disk(self, disk: DiskTier, num_slots: int) -> DiskBlocks:
+        """Open files of one number on all ranks: a slot is found again only where every rank has the same in it."""
+        runner, parallel = self._runner, self._runner.parallel
+        wanted = None if parallel.rank == 0 else int(parallel.share("", 0))
+        try:
+            return disk.open(runner.pool, num_slots, wanted)
+        finally:
+            if parallel.rank == 0:
+                parallel.share(str(disk.number), 0)
+
     def _make_host_blocks(self) -> int:
         """Have room for evicted blocks in the host's memory or a file, as much on every rank; returns for how many.
 
@@ -326,7 +337,7 @@ class Warmup:
         runner, options = self._runner, self._runner.options
         if options.disk is not None:
             num_slots = runner.parallel.smallest(options.disk.num_slots(runner.pools.bytes_per_block))
-            runner.host = options.disk.open(runner.pool, num_slots)
+            runner.host = self._open_disk(options.disk, num_slots)
             return num_slots
         num_blocks = runner.parallel.smallest(options.host_bytes // runner.pools.bytes_per_block)
         if not num_blocks:

@@ -112,8 +112,13 @@ class DiskTier:
             )
         return count
 
-    def open(self, cache: KVCache, num_slots: int) -> DiskBlocks:
-        """Slots for blocks of a pool, with what the file holds.
+    @property
+    def number(self) -> int:
+        """Of the open file; -1 where none is open."""
+        return -1 if self._file is None else self._file.number
+
+    def open(self, cache: KVCache, num_slots: int, wanted: int | None = None) -> DiskBlocks:
+        """Slots for blocks of a pool, with what the file holds; file `wanted` where no other process has it.
 
         Raises:
             SettingsError: the file cannot be used.
@@ -126,7 +131,7 @@ class DiskTier:
         if self._file is not None and self._file.layout != layout:
             self.close()
         if self._file is None:
-            self._file = SlotFile.open(self.folder, self.stem, layout, self.num_files)
+            self._file = SlotFile.open(self.folder, self.stem, layout, self.num_files, wanted)
         blocks = DiskBlocks(self._file, cache)
         message = "KV disk tier blocks=%d bytes=%d stored=%d folder=%s"
         logger.info(message, num_slots, layout.num_bytes, len(blocks.stored()), self.folder)

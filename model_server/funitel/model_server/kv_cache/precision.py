@@ -21,6 +21,9 @@ class KvCodes(Enum):
     INT8 = 8
     UINT4 = 4
 
+    def __str__(self) -> str:
+        return self.label
+
     @property
     def label(self) -> str:
         """The name in flags and logs."""

@@ -87,20 +87,24 @@ class SlotFile:
     Args:
         fd: of the file; it is closed with this object.
         layout: of the file.
+        number: in its name.
     """
 
-    def __init__(self, fd: int, layout: SlotLayout) -> None:
+    def __init__(self, fd: int, layout: SlotLayout, number: int = 0) -> None:
         self.layout = layout
+        self.number = number
         self._fd = fd
         self._has_failed = False
 
     @classmethod
-    def open(cls, folder: Path, stem: str, layout: SlotLayout, num_files: int = 1) -> "SlotFile":
+    def open(
+        cls, folder: Path, stem: str, layout: SlotLayout, num_files: int = 1, wanted: int | None = None
+    ) -> "SlotFile":
         """Open a file `STEM-N.kv` of a folder that no other process has, with what it holds, or make it anew.
 
-        It is the first of this layout and fingerprint, or else the first of all. A file is discarded, with a line in
-        the log, where it is damaged or of another layout or fingerprint. It is readable by its owner alone. `num_files`
-        of as many bytes are to have room.
+        It is number `wanted`, or else the first of this layout and fingerprint, or else the first of all. A file is
+        discarded, with a line in the log, where it is damaged or of another layout or fingerprint. It is readable by
+        its owner alone. `num_files` of as many bytes are to have room.
 
         Raises:
             SettingsError: the folder cannot be used, or its file system has too little room.
@@ -108,17 +112,20 @@ class SlotFile:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             paths = [folder / f"{stem}-{number}.kv" for number in range(MAX_FILES)]
-            for path in sorted(paths, key=lambda path: not _begins_with(path, layout.head)):
-                fd = _locked(path)
+            order = {
+                number: (number != wanted, not _begins_with(path, layout.head)) for number, path in enumerate(paths)
+            }
+            for number in sorted(order, key=order.__getitem__):
+                fd = _locked(paths[number])
                 if fd is not None:
-                    return cls._of(fd, path, layout, num_files)
+                    return cls._of(fd, paths[number], layout, num_files, number)
         except OSError as error:
             where = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
             raise SettingsError(f"--kv-disk-dir {folder}: {where}{error.strerror}") from error
         raise SettingsError(f"--kv-disk-dir {folder}: {MAX_FILES} files {stem}-N.kv are in use by other processes")
 
     @classmethod
-    def _of(cls, fd: int, path: Path, layout: SlotLayout, num_files: int) -> "SlotFile":
+    def _of(cls, fd: int, path: Path, layout: SlotLayout, num_files: int, number: int) -> "SlotFile":
         with ExitStack() as undo:
             undo.callback(os.close, fd)
             found = os.fstat(fd)
@@ -135,7 +142,7 @@ class SlotFile:
                 os.ftruncate(fd, layout.num_bytes)
                 _write(fd, [memoryview(layout.head)], 0)  # last: a file without it is none
             undo.pop_all()
-        return cls(fd, layout)
+        return cls(fd, layout, number)
 
     def entries(self) -> Iterator[StoredSlot]:
         """The slots with an entry; whether their content is what the entry says is seen when they are read."""

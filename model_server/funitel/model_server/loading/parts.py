@@ -122,7 +122,9 @@ def _settings_of(settings: ModelServerSettings, place: str) -> ModelServerSettin
     if place == ON_CPU:
         return replace(settings, quantize=None) if settings.quantize == "fp8" else settings
     is_exact = place in EXACT
-    return replace(settings, dtype=place if is_exact else None, quantize=None if is_exact else place)
+    return replace(
+        settings, dtype=place if is_exact else None, quantize=None if is_exact else place, quantize_tensors=None
+    )
 
 
 def open_weights(

@@ -394,11 +394,17 @@ class BlockRules:
         return found
 
     def check_used(self, stems: Collection[str]) -> None:
-        """Raise SettingsError for a pattern that is part of the name of no matrix."""
-        unused = next((pattern for pattern, _ in self.others if not any(pattern in stem for stem in stems)), None)
-        if unused is not None:
-            ends = ", ".join(sorted({stem.rpartition(".")[2] for stem in stems}))
-            raise SettingsError(f"{self.flag}: {unused!r} is part of the name of no matrix; names end in {ends}")
+        """Raise SettingsError for a pattern that is part of the name of no matrix, or after others of none."""
+        left = list(stems)
+        for pattern, _ in self.others:
+            if not any(pattern in stem for stem in stems):
+                ends = ", ".join(sorted({stem.rpartition(".")[2] for stem in stems}))
+                raise SettingsError(f"{self.flag}: {pattern!r} is part of the name of no matrix; names end in {ends}")
+            if not any(pattern in stem for stem in left):
+                raise SettingsError(
+                    f"{self.flag}: {pattern!r} decides nothing: an earlier pattern fits all its matrices"
+                )
+            left = [stem for stem in left if pattern not in stem]
 
     def of(self, stem: str, num_inputs: int, *, is_table: bool) -> BlockFormat | None:
         """The format of a matrix, with the blocks that it has there; None where its inputs are no whole blocks of it.
