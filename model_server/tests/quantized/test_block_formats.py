@@ -92,6 +92,15 @@ def test_a_block_of_the_3_5_bit_scheme_by_hand() -> None:
     assert found[16] == (11 & 15) | (35 & 15) << 4
 
 
+@pytest.mark.parametrize("name", ["q3h_b64t1", "a16w4_g-1"])
+def test_blocks_are_made_some_outputs_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.randn(7, 128, generator=torch.Generator().manual_seed(3))
+    whole = FORMATS[name].encode(weights)
+    monkeypatch.setattr("funitel.model_server.quantized.block_formats.CHUNK_WEIGHTS", 300)
+    assert torch.equal(FORMATS[name].encode(weights), whole)
+    assert torch.equal(FORMATS[name].encode(weights[:1]), whole[:1])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_errors_stay_within_half_a_level(name: str) -> None:
     chosen, weights = FORMATS[name], torch.from_numpy(drawn(40, 512))

@@ -20,6 +20,7 @@ from funitel.model_server.settings.block_names import A16_GROUPS, A16_WIDE_GROUP
 from funitel.proto.errors import SettingsError
 
 _HALF_BYTES = 4  # of a scale and a base in float16
+CHUNK_WEIGHTS = 4 << 20  # made blocks of at a time: what is computed on the way takes about 16 bytes for each
 _TINY_SCALE = 1e-5  # below which Inferflow has constant blocks
 _LEVELS_OF_Q3H, _PAIRS_OF_Q3H = 11, 32
 _WHOLE_OUTPUT = -1  # a group of all inputs
@@ -139,6 +140,10 @@ class BlockFormat:
             weights: finite; computed in float32.
             is_inferflow: see the module.
         """
+        rows = max(1, CHUNK_WEIGHTS // max(weights.shape[1], 1))
+        return torch.cat([self._encode_rows(part, is_inferflow=is_inferflow) for part in weights.split(rows)])
+
+    def _encode_rows(self, weights: torch.Tensor, *, is_inferflow: bool) -> torch.Tensor:
         num_outputs, num_inputs = weights.shape
         shared = self.shared_inputs(num_inputs)
         missing = -num_inputs % shared
