@@ -48,6 +48,8 @@ FORMATS = (
     "float32 float16 bfloat16 int8 q8 q6 q5_b32t1 q5 q4 q4_b64t1 a16w8 a16w4_g32 a16w4 a16w4_g128 q3h q3 q2".split()
 )
 CONTEXT, STEPS = 200, 15
+LETTER, LINE = 7.3, 13  # pixels of a label
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 Factors = Callable[[int], torch.Tensor]
 
 
@@ -178,6 +180,21 @@ def _quality(rung: Rung | None) -> list[str]:
     return [f"{rung.perplexity:.2f}" if rung.perplexity < 1e4 else f"{rung.perplexity:.0f}", f"{rung.kl:.2g}"]
 
 
+def free_place(px: float, py: float, width: float, taken: Sequence[Box]) -> Box:
+    """Where a label of so many pixels covers none of the boxes: beside its point, or a little above or below that."""
+    tried = [
+        (left, py + down - LINE / 2)
+        for down in (0, -11, 11, -18, 18, -28, 28, -40, 40)
+        for left in (px + 8, px - 8 - width)
+    ]
+    boxes = [(left, top, left + width, top + LINE) for left, top in tried]
+    return next((box for box in boxes if not any(_overlap(box, other) for other in taken)), boxes[0])
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
 def picture_of(rungs: Sequence[Rung]) -> str:
     """Bits of a weight against KL divergence on a logarithmic axis, as an SVG in the colours of the reader."""
     shown = [rung for rung in rungs if rung.kl is not None and rung.kl > 0]
@@ -216,15 +233,13 @@ def picture_of(rungs: Sequence[Rung]) -> str:
         if min(bits) * 0.93 <= mark <= max(bits) * 1.1:
             lines.append(f'<text x="{x(mark):.1f}" y="{height - 34}" text-anchor="middle">{mark}</text>')
     lines.append(f'<text x="{(left + width) / 2}" y="{height - 12}" text-anchor="middle">bits of a weight</text>')
-    taken: list[tuple[float, float]] = []
+    taken = [(x(rung.bits) - 5, y(rung.kl or 1) - 5, x(rung.bits) + 5, y(rung.kl or 1) + 5) for rung in shown]
     for rung in shown:
         px, py = x(rung.bits), y(rung.kl or 1)
-        label = py - 10
-        while any(abs(px - ox) < 62 and abs(label - oy) < 13 for ox, oy in taken):
-            label += 13
-        taken.append((px, label))
         lines.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4.5" fill="var(--mark)"/>')
-        lines.append(f'<text class="name" x="{px + 8:.1f}" y="{label + 10:.1f}">{rung.name}</text>')
+        place = free_place(px, py, LETTER * len(rung.name), taken)
+        taken.append(place)
+        lines.append(f'<text class="name" x="{place[0]:.1f}" y="{place[3] - 3:.1f}">{rung.name}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -237,6 +252,13 @@ def random_model(num: str) -> Path:
         write_checkpoint(folder, SHAPES[num], part_paths(pointer, check_pointer(pointer))[0])
         (folder / "done").touch()
     return folder
+
+
+def processor() -> str:
+    """Name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> int:
@@ -262,7 +284,9 @@ def main() -> int:
     print(json.dumps({key: [asdict(rung) for rung in rungs] for key, rungs in ladders.items()}))
     if arguments.write:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        note = f"Measured at commit {commit.stdout.strip()} on {platform.machine()} with {threads} threads."
+        words = f"{arguments.max_tokens:,} tokens" if arguments.max_tokens else "all"
+        where = f"commit {commit.stdout.strip()} on {processor()} with {threads} threads"
+        note = f"Measured at {where}, {words} of `{TEXT.name}`."
         page = PAGE.read_text(encoding="utf-8")
         new = f"{BEGIN}\n{table}\n\n{note}\n{END}"
         PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: new, page, flags=re.DOTALL), encoding="utf-8")
