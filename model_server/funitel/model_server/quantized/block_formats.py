@@ -141,7 +141,8 @@ class BlockFormat:
             is_inferflow: see the module.
         """
         rows = max(1, CHUNK_WEIGHTS // max(weights.shape[1], 1))
-        return torch.cat([self._encode_rows(part, is_inferflow=is_inferflow) for part in weights.split(rows)])
+        parts = [weights[first : first + rows] for first in range(0, len(weights), rows)]
+        return torch.cat([self._encode_rows(part, is_inferflow=is_inferflow) for part in parts])
 
     def _encode_rows(self, weights: torch.Tensor, *, is_inferflow: bool) -> torch.Tensor:
         num_outputs, num_inputs = weights.shape
