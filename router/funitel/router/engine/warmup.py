@@ -1,5 +1,6 @@
 """Warmup: make an engine of connected shards, with the limits and the policy that they allow."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     metrics.set_limits(limits)
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
-    tier = _lower_tier(results, settings)
+    tier = await asyncio.to_thread(_lower_tier, results, settings)
     ttl = settings.prefix_cache_ttl
     scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, 0, state_slots, host=tier, ttl=ttl))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.

@@ -134,7 +134,8 @@ class Shards:
         batch = wire.encode_batch(0, sequences, self._block_size)
         request = wire.encode_warmup(batch, limits)
         responses = await self._fan_out("Warmup", request, pb.WarmupResponse.FromString)
-        return [wire.decode_warmup_result(response) for response in responses]
+        # A disk tier may have a million blocks of an earlier run: streams of other replicas go on meanwhile.
+        return [await asyncio.to_thread(wire.decode_warmup_result, response) for response in responses]
 
     async def health(self) -> list[ShardMemory]:
         """Return the memory that each rank holds; raise ShardFailed unless every rank answers."""
