@@ -224,7 +224,7 @@ def test_blocks_that_are_not_there_cannot_be_asked_for(tmp_path: Path, monkeypat
     with pytest.raises(SettingsError, match="--quantize gguf: this model is no GGUF file"):
         load(settings, plain)
     folder = save_blocks("llama", tmp_path / "blocks", "Q4_0")
-    with pytest.raises(SettingsError, match="--quantize gguf keeps blocks, --dtype float32 keeps them"):
+    with pytest.raises(SettingsError, match="--quantize gguf keeps blocks, --dtype float32 keeps float32"):
         load(replace(settings, dtype="float32"), folder)
     monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(SettingsError, match="--quantize gguf needs the fused CPU step: there is no C"):

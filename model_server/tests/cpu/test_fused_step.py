@@ -399,7 +399,7 @@ def test_what_the_pool_holds_elsewhere_changes_nothing(family: str, tier: Tier, 
 
 
 def test_exact_and_quantised_weights_are_not_both_given() -> None:
-    with pytest.raises(SettingsError, match="--quantize int8 makes int8 of the weights, --dtype float32 keeps them"):
+    with pytest.raises(SettingsError, match="--quantize int8 makes int8 of the weights, --dtype float32 keeps float32"):
         choose_tier("float32", "int8", None)
 
 

@@ -54,6 +54,7 @@ def hf_folder(tiny_gguf: Path, tmp_path: Path) -> Path:
     made = resolve.resolve(str(tiny_gguf), cache_dir=tmp_path / "other").folder
     folder = tmp_path / "folder"
     quantize(QuantizeSettings(model_id="", output_dir=str(folder), method="none"), made)
+    (folder / MANIFEST).unlink()
     return folder
 
 

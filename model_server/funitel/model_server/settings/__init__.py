@@ -609,7 +609,7 @@ class Tiers(tuple[str, ...]):
         """Raise ValueError with the reason for any other text."""
         words = [word.strip() for word in text.split(",")]
         for word in words:
-            if word not in TIERS:
+            if word not in (*TIERS, *BLOCK_FORMATS):
                 raise ValueError(f"is not a list of {', '.join(TIERS)}: {word!r}{did_you_mean(word, TIERS)}")
             if words.count(word) > 1:
                 raise ValueError(f"has {word} {words.count(word)} times")

@@ -1,6 +1,8 @@
 """Figures of made-up logits, against the formulas written out in NumPy."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -86,3 +88,24 @@ def test_a_perplexity_beyond_a_float_is_refused() -> None:
     found = scored(torch.tensor([[-1e4, 0.0]]), torch.tensor([0]))
     with pytest.raises(BrokenScores, match=r"the mean negative log-likelihood of a token is 1e\+04"):
         found.likelihood(1)
+
+
+MANY_PIECES = """
+import resource, torch
+from funitel.model_server.tools.perplexity.scores import Scores
+torch.set_num_threads(1)
+reference, model = Scores("reference"), Scores("model")
+ids = torch.zeros(256, dtype=torch.int64)
+peaks = []
+for _ in range(8):
+    expected, logits = torch.randn(256, 49152), torch.randn(256, 49152)
+    reference.add(expected, ids)
+    model.add(logits, ids, expected)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000)
+print(peaks[-1] - peaks[1])
+"""
+
+
+def test_memory_does_not_grow_with_the_text() -> None:
+    done = subprocess.run([sys.executable, "-c", MANY_PIECES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200, "MB from the second piece to the eighth"

@@ -50,13 +50,16 @@ class Likelihood:
 
 
 class Scores:
-    """What the windows of a text have given so far: a few numbers for each scored token."""
+    """What the windows of a text have given so far: a few numbers for each scored token.
+
+    They are Python's numbers: small tensors that stay, between large ones that come and go, make the heap grow.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.losses: list[np.ndarray] = []
-        self.divergences: list[np.ndarray] = []
-        self.agreements: list[np.ndarray] = []
+        self.losses: list[float] = []
+        self.divergences: list[float] = []
+        self.agreements: list[bool] = []
 
     def add(self, logits: torch.Tensor, ids: torch.Tensor, against: torch.Tensor | None = None) -> None:
         """Score `ids` [rows] under `logits` [rows, vocab_size], and compare these with the logits of a reference.
@@ -79,7 +82,7 @@ class Scores:
         if bool(loss.isinf().any()):
             token_id = int(ids[loss.isinf()][0])
             raise BrokenScores(f"{self.name}: token {token_id} of the text has probability 0: perplexity is infinite")
-        self.losses.append(loss.cpu().numpy())
+        self.losses.extend(loss.tolist())
         if against is None:
             return
         expected = against.double().log_softmax(dim=1)
@@ -88,17 +91,17 @@ class Scores:
         if not bool(divergence.isfinite().all()):
             message = "a token that the reference holds possible has probability 0: the KL divergence is infinite"
             raise BrokenScores(f"{self.name}: {message}")
-        self.divergences.append(divergence.cpu().numpy())
-        self.agreements.append((logits.argmax(dim=1) == against.argmax(dim=1)).cpu().numpy())
+        self.divergences.extend(divergence.tolist())
+        self.agreements.extend((logits.argmax(dim=1) == against.argmax(dim=1)).tolist())
 
     @property
     def num_tokens(self) -> int:
         """Tokens scored."""
-        return sum(map(len, self.losses))
+        return len(self.losses)
 
     def likelihood(self, num_bytes: int) -> Likelihood:
         """Figures of the model alone; `num_bytes` are those of the scored tokens."""
-        losses = np.concatenate(self.losses)
+        losses = np.array(self.losses)
         perplexity = self._exp(losses.mean())
         return Likelihood(
             perplexity=perplexity,
@@ -113,8 +116,8 @@ class Scores:
 
     def distance(self, reference: "Scores") -> Distance:
         """Figures of the model beside the reference, which has scored the same tokens."""
-        differences = np.concatenate(self.losses) - np.concatenate(reference.losses)
-        divergences = np.concatenate(self.divergences)
+        differences = np.array(self.losses) - np.array(reference.losses)
+        divergences = np.array(self.divergences)
         ratio = self._exp(differences.mean())
         return Distance(
             perplexity_ratio=ratio,
@@ -122,7 +125,7 @@ class Scores:
             kl_mean=float(divergences.mean()),
             kl_p99=float(np.quantile(divergences, 0.99)),
             kl_max=float(divergences.max()),
-            same_top_token=float(np.concatenate(self.agreements).mean()),
+            same_top_token=float(np.mean(self.agreements)),
         )
 
 
