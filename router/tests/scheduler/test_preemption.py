@@ -8,7 +8,9 @@ from sequences import BLOCK, FakeShard, make_sequence
 from funitel.proto.step import Generation, StepResult, Tokens
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.plan import SchedulerPolicy
+from funitel.router.scheduler.preemption import PREFERENCES
 from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.settings import VICTIMS
 
 A, B, C = b"a", b"b", b"c"
 Spec = tuple[bytes, int, int, float]  # key, prompt tokens, priority, arrival
@@ -58,6 +60,7 @@ def test_the_victim_when_a_running_sequence_lacks_a_block(
 
 
 def test_the_longest_or_any_in_place_of_the_newest() -> None:
+    assert tuple(PREFERENCES) == VICTIMS
     specs: list[Spec] = [(A, 8, 0, 1.0), (A, 20, 0, 0.0), (A, 12, 0, 9.0)]
     assert preempted(run(*specs, charged={})) == [2]
     assert preempted(run(*specs, charged={}, preemption_victim="longest")) == [1]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from funitel.proto.step import BlockCopy, RowUpdate, SequenceStart
 from funitel.router.core.request import Sequence
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
-from funitel.router.settings import NEWEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +21,7 @@ class SchedulerPolicy:
     max_waiting_tokens: int = 20
     num_micro_batches: int = 1  # that take turns, one for each pipeline stage of the shards
     max_steps_each: int = 2  # of a micro-batch in flight, where there are several
-    preemption_victim: str = NEWEST  # a name of VICTIMS
+    preemption_victim: str = "newest"  # a name of `preemption.PREFERENCES`
     swaps: bool = False  # blocks of preempted sequences are saved to the lower tier, where there are slots
     target_gap_seconds: float | None = None  # maximum between a running stream's tokens; some plain steps if None
 

@@ -1,13 +1,24 @@
 """Preemption: the victim among running sequences when blocks are missing or a key is short of its share. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from random import Random
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2s
 
 from funitel.router.core.request import Sequence, is_background
 from funitel.router.scheduler.prefill import PrefillPlanner, num_rows
 from funitel.router.scheduler.waiting_queue import FairShares
-from funitel.router.settings import LONGEST, RANDOM
+
+
+def _at_random(sequence: Sequence, turn: int) -> float:
+    return int.from_bytes(blake2s(f"{turn} {sequence.id}".encode(), digest_size=4).digest(), "little")
+
+
+PREFERENCES: dict[str, Callable[[Sequence, int], float]] = {
+    "newest": lambda sequence, turn: 0.0,
+    "longest": lambda sequence, turn: len(sequence.blocks),
+    "random": _at_random,
+}
+"""By name, the number of a sequence of which the largest is preempted, behind all other rules; in each turn another."""
 
 
 class PreemptionPolicy:
@@ -17,7 +28,7 @@ class PreemptionPolicy:
         self, victim: str, shares: FairShares, prefill: PrefillPlanner, running: Mapping[int, Sequence]
     ) -> None:
         self._victim = victim
-        self._random = Random(0)
+        self._num_chosen = 0
         self._shares = shares
         self._prefill = prefill
         self._running = running
@@ -81,13 +92,9 @@ class PreemptionPolicy:
             request = sequence.request
             given = self._shares.tokens_of(request.key)
             is_behind = is_background(request.key)
-            chosen = self._preference(sequence)
+            chosen = preference(sequence, self._num_chosen)
             return is_behind, taken[request.key], given, request.priority, chosen, sequence.arrived, sequence.id
 
+        preference = PREFERENCES[self._victim]
+        self._num_chosen += 1
         return max(sequences, key=rank)
-
-    def _preference(self, sequence: Sequence) -> float:
-        """Return the number of which the largest is preempted first, behind all other rules."""
-        if self._victim == LONGEST:
-            return len(sequence.blocks)
-        return self._random.random() if self._victim == RANDOM else 0.0

@@ -35,7 +35,7 @@ MAX_TARGET_ITL_MS = 600_000  # ten minutes
 MAX_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
 MAX_TTL_SECONDS = 315_360_000  # ten years
 RECOMPUTE, SWAP = PREEMPTION_MODES = "recompute", "swap"
-NEWEST, LONGEST, RANDOM = VICTIMS = "newest", "longest", "random"
+VICTIMS = "newest", "longest", "random"
 TIMEOUT = Bounds(above=0, maximum=MAX_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
@@ -280,7 +280,7 @@ class RouterSettings:
         choices=PREEMPTION_MODES,
     )
     preemption_victim: str = setting(
-        NEWEST,
+        "newest",
         "Sequence that is preempted, of the key that holds most blocks and the least urgent of that: the newest, the "
         "longest, or a random one.",
         choices=VICTIMS,
