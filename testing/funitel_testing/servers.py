@@ -182,13 +182,17 @@ class Ended:
 
 
 def run_launcher(*args: str, environ: dict[str, str] | None = None, timeout: float = 60) -> Ended:
-    """Start a launcher that cannot succeed and wait for its end."""
+    """Start a launcher that cannot succeed and wait for its end.
+
+    Its port is a free one where neither a flag nor `environ` says another: other tests run beside it.
+    """
     command = [sys.executable, "-m", "funitel.launcher", *args]
     mark = uuid.uuid4().hex
+    port = {"PORT": str(free_port())}
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, **(environ or {}), MARK: mark},
+            env={**port, **os.environ, **(environ or {}), MARK: mark},
             capture_output=True,
             timeout=timeout,
             start_new_session=True,
