@@ -7,6 +7,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MediaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIA_KIND_IMAGE: _ClassVar[MediaKind]
+    MEDIA_KIND_AUDIO: _ClassVar[MediaKind]
+
 class EncoderTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ENCODER_TASK_EMBED: _ClassVar[EncoderTask]
@@ -26,6 +31,8 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_EOS_TOKEN: _ClassVar[FinishReason]
     FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
+MEDIA_KIND_IMAGE: MediaKind
+MEDIA_KIND_AUDIO: MediaKind
 ENCODER_TASK_EMBED: EncoderTask
 ENCODER_TASK_CLASSIFY: EncoderTask
 ENCODER_TASK_FILL: EncoderTask
@@ -87,7 +94,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder", "step_socket", "num_opening_tokens", "vocab_size", "max_lora_rank", "drafter", "num_stages", "stage", "eos_token_ids")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder", "step_socket", "num_opening_tokens", "vocab_size", "max_lora_rank", "drafter", "num_stages", "stage", "eos_token_ids", "media")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +119,7 @@ class InfoResponse(_message.Message):
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -136,7 +144,68 @@ class InfoResponse(_message.Message):
     num_stages: int
     stage: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., drafter: _Optional[str] = ..., num_stages: _Optional[int] = ..., stage: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    media: MediaFacts
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., drafter: _Optional[str] = ..., num_stages: _Optional[int] = ..., stage: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., media: _Optional[_Union[MediaFacts, _Mapping]] = ...) -> None: ...
+
+class MediaFacts(_message.Message):
+    __slots__ = ("kinds", "has_whole_spans", "cache_bytes", "feature_bytes")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_WHOLE_SPANS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedScalarFieldContainer[MediaKind]
+    has_whole_spans: bool
+    cache_bytes: int
+    feature_bytes: int
+    def __init__(self, kinds: _Optional[_Iterable[_Union[MediaKind, str]]] = ..., has_whole_spans: bool = ..., cache_bytes: _Optional[int] = ..., feature_bytes: _Optional[int] = ...) -> None: ...
+
+class MediaSpan(_message.Message):
+    __slots__ = ("key", "position", "length", "grid")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    position: int
+    length: int
+    grid: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[bytes] = ..., position: _Optional[int] = ..., length: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EncodeMediaRequest(_message.Message):
+    __slots__ = ("key", "kind", "shape", "values", "num_features", "grid", "size")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    kind: MediaKind
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    values: bytes
+    num_features: int
+    grid: _containers.RepeatedScalarFieldContainer[int]
+    size: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[bytes] = ..., kind: _Optional[_Union[MediaKind, str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ..., num_features: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., size: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EncodeMediaResponse(_message.Message):
+    __slots__ = ("bytes", "total_ns")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    total_ns: int
+    def __init__(self, bytes: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
+
+class DropMediaRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class DropMediaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class EncoderFacts(_message.Message):
     __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens", "token_width")
@@ -393,7 +462,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "mirostat_mu", "prompt_logprobs", "state_slot", "state_from", "state_saves", "speculate")
+    __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "mirostat_mu", "prompt_logprobs", "state_slot", "state_from", "state_saves", "media", "speculate")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +485,7 @@ class Request(_message.Message):
     STATE_SLOT_FIELD_NUMBER: _ClassVar[int]
     STATE_FROM_FIELD_NUMBER: _ClassVar[int]
     STATE_SAVES_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     id: int
     inputs: str
@@ -439,8 +509,9 @@ class Request(_message.Message):
     state_slot: int
     state_from: int
     state_saves: _containers.RepeatedCompositeFieldContainer[StateSave]
+    media: _containers.RepeatedCompositeFieldContainer[MediaSpan]
     speculate: int
-    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., mirostat_mu: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., state_slot: _Optional[int] = ..., state_from: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ..., speculate: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., mirostat_mu: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., state_slot: _Optional[int] = ..., state_from: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., speculate: _Optional[int] = ...) -> None: ...
 
 class StateSave(_message.Message):
     __slots__ = ("position", "slot")

@@ -89,6 +89,16 @@ class TextGenerationServiceStub(object):
                 request_serializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeResponse.FromString,
                 _registered_method=True)
+        self.EncodeMedia = channel.unary_unary(
+                '/generate.v3.TextGenerationService/EncodeMedia',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.EncodeMediaRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeMediaResponse.FromString,
+                _registered_method=True)
+        self.DropMedia = channel.unary_unary(
+                '/generate.v3.TextGenerationService/DropMedia',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.DropMediaRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.DropMediaResponse.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/generate.v3.TextGenerationService/Sleep',
                 request_serializer=funitel_dot_proto_dot_generate__pb2.SleepRequest.SerializeToString,
@@ -191,6 +201,20 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EncodeMedia(self, request, context):
+        """Compute the features of an image or a sound aside from the steps, on every rank, so that later steps may name it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropMedia(self, request, context):
+        """Drop features; no running sequence may need them any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sleep(self, request, context):
         """Give the KV pool back, and the memory of the device that weights take; refused while a sequence is there.
         """
@@ -276,6 +300,16 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.EncodeResponse.SerializeToString,
+            ),
+            'EncodeMedia': grpc.unary_unary_rpc_method_handler(
+                    servicer.EncodeMedia,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeMediaRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.EncodeMediaResponse.SerializeToString,
+            ),
+            'DropMedia': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropMedia,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.DropMediaRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.DropMediaResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -595,6 +629,60 @@ class TextGenerationService(object):
             '/generate.v3.TextGenerationService/Encode',
             funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EncodeMedia(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/EncodeMedia',
+            funitel_dot_proto_dot_generate__pb2.EncodeMediaRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.EncodeMediaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropMedia(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/DropMedia',
+            funitel_dot_proto_dot_generate__pb2.DropMediaRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.DropMediaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
-def to_message(kind: type[M], value: Any, *, without: Collection[str] = (), **given: Any) -> M:
+def to_message(kind: type[M], value: Any, /, *, without: Collection[str] = (), **given: Any) -> M:
     """Build a message of the fields of a dataclass with slots; None leaves a field of the message absent.
 
     Args:
@@ -22,7 +22,7 @@ def to_message(kind: type[M], value: Any, *, without: Collection[str] = (), **gi
     return kind(**same, **given)
 
 
-def from_message(kind: type[T], message: Message, **given: Any) -> T:
+def from_message(kind: type[T], message: Message, /, **given: Any) -> T:
     """Build a dataclass with slots from a message: an absent optional field is None, a repeated one a tuple.
 
     Args:

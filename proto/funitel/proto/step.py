@@ -33,6 +33,7 @@ class Capability(StrEnum):
     BLOCK_FORKS = "block_forks"  # copies from block to block
     SLEEP = "sleep"  # Sleep and Wake
     STAGES = "stages"  # pipeline stages: steps of several batches are computed at once, num_stages of them
+    MEDIA = "media"  # media of sequences, EncodeMedia and DropMedia
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
@@ -43,6 +44,64 @@ class EncoderTask(IntEnum):
     CLASSIFY = 1  # scores of every class
     FILL = 2  # the likeliest tokens in place of one
     EMBED_ALL = 3  # a vector for each token of each text
+
+
+class MediaKind(IntEnum):
+    """Kind of a media item; values are those of the wire."""
+
+    IMAGE = 0
+    AUDIO = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """The place of a media item in a prompt.
+
+    `key` identifies its content and its processing. It has `length` tokens from `position` on. Those with the id of the
+    model's placeholder take its features, in order. `grid` is (frames, rows, columns) of features, for models with
+    rotary positions of three axes; else empty.
+    """
+
+    key: bytes
+    position: int
+    length: int
+    grid: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.position + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaInput:
+    """A processed media item, as a shard encodes it.
+
+    `values` are uint8 [tiles, height, width, 3] of an image, before its pixels are scaled and normalised, or float32
+    [mel bins, frames] of a sound, little-endian, in the shape `shape`. `num_features` come of it. `size` is the height
+    and width of an image before it was cut into tiles, where the model's features depend on it; else empty.
+    """
+
+    key: bytes
+    kind: MediaKind
+    shape: tuple[int, ...]
+    values: bytes = field(repr=False)
+    num_features: int
+    grid: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaFacts:
+    """What a shard knows of media. With `has_whole_spans` a step computes all tokens of an item, or none.
+
+    A rank keeps features of `cache_bytes` at most; one feature takes `feature_bytes`.
+    """
+
+    kinds: frozenset[MediaKind]
+    has_whole_spans: bool = False
+    cache_bytes: int = 0
+    feature_bytes: int = 0
 
 
 class GrammarType(IntEnum):
@@ -201,6 +260,7 @@ class SequenceStart:
     state_saves: tuple[StateSave, ...] = ()  # in the first step
     mirostat_mu: float | None = None  # what mirostat had come to with `output_ids`
     speculate: int = 0  # maximum of draft tokens that a decode step verifies
+    media: tuple[MediaSpan, ...] = ()  # in the order of their positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +452,7 @@ class ShardInfo:
     eos_token_ids: frozenset[int] = frozenset()  # end a completion, unless it ignores them
     num_stages: int = 0  # pipeline stages of the replica; 0 is one
     stage: int = 0  # the one that this rank belongs to
+    media: MediaFacts | None = None  # None: prompts are text
 
     @property
     def layer_parts(self) -> str | None:

@@ -46,6 +46,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
         without=("request_id", "sampling", "stopping"),
         id=sequence.request_id,
         state_saves=map(_encode_save, sequence.state_saves),
+        media=map(encoder_wire.encode_span, sequence.media),
         parameters=to_message(
             pb.NextTokenChooserParameters,
             sampling,
@@ -75,6 +76,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
         request_id=message.id,
         inputs="".join(chunks) if message.HasField("input_chunks") else message.inputs,
         state_saves=_decode_saves(message.state_saves),
+        media=tuple([encoder_wire.decode_span(span) for span in message.media]),
         sampling=from_message(
             SamplingParams,
             sampling,
@@ -379,15 +381,17 @@ def _decode_top(message: pb.Generation) -> PromptTop:
 def encode_info(info: ShardInfo) -> pb.InfoResponse:
     """Build the InfoResponse."""
     encoder = None if info.encoder is None else encoder_wire.encode_facts(info.encoder)
+    media = None if info.media is None else encoder_wire.encode_media_facts(info.media)
     names, ends = sorted(info.capabilities), sorted(info.eos_token_ids)
-    return to_message(pb.InfoResponse, info, capabilities=names, encoder=encoder, eos_token_ids=ends)
+    return to_message(pb.InfoResponse, info, capabilities=names, encoder=encoder, media=media, eos_token_ids=ends)
 
 
 def decode_info(message: pb.InfoResponse) -> ShardInfo:
     """Read an InfoResponse."""
     encoder = encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None
+    media = encoder_wire.decode_media_facts(message.media) if message.HasField("media") else None
     names, ends = frozenset(message.capabilities), frozenset(message.eos_token_ids)
-    return from_message(ShardInfo, message, capabilities=names, encoder=encoder, eos_token_ids=ends)
+    return from_message(ShardInfo, message, capabilities=names, encoder=encoder, media=media, eos_token_ids=ends)
 
 
 def encode_warmup(batch: pb.Batch, limits: WarmupLimits) -> pb.WarmupRequest:

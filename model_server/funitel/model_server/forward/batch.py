@@ -14,6 +14,18 @@ from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.proto.step import StateSave
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMedia:
+    """Features that take the place of the embeddings of some tokens of a row, after these are scaled.
+
+    `deep` are added to the residual of the same tokens behind layer 0, layer 1 and so on.
+    """
+
+    places: np.ndarray  # [n] int64, among the row's tokens of the step
+    features: torch.Tensor  # [n, hidden_size]
+    deep: tuple[torch.Tensor, ...] = ()  # each [n, hidden_size]
+
+
 @dataclass(frozen=True, slots=True)
 class RowSpan:
     """What one row computes in a step.
@@ -24,6 +36,9 @@ class RowSpan:
     are what an encoder reads; it does so in the step that has them as `source`. `state_slot` is where the sequence's
     state lies, for models that keep one; a row that starts at 0 finds it cleared. Of `state_saves` those at positions
     that no token of the step reaches change nothing. `adapter` is added to the weights; None: the base's alone.
+    `rotary` are the positions of the tokens for rotary embeddings, by axis, where these are not those in the sequence.
+    `whole_spans` are [begin, end) of tokens of the sequence that see each other, besides what is before them; a step
+    has all tokens of such a span, or its last ones.
     """
 
     tokens: Sequence[int]
@@ -37,6 +52,9 @@ class RowSpan:
     state_saves: tuple[StateSave, ...] = ()
     adapter: PlacedAdapter | None = None
     row_index: int = 0  # place of the sequence in the table
+    media: tuple[RowMedia, ...] = ()
+    rotary: np.ndarray | None = None  # [3, num_tokens] int64
+    whole_spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:

@@ -233,7 +233,7 @@ def info_of(
     and nothing of its sequence as a whole, so that sequences can share it.
     """
     max_lora_rank = settings.max_lora_rank if loaded.adapters is not None else 0
-    rare = {Capability.FIRST_TOKEN}  # see load_seq2seq
+    rare = {Capability.FIRST_TOKEN, Capability.MEDIA}  # see load_seq2seq
     if not (keeps_states and settings.prefix_caching):
         rare.add(Capability.STATE_SLOTS)
     if not max_lora_rank:

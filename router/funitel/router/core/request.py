@@ -4,7 +4,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field, replace
 
-from funitel.proto.step import SamplingParams, StateSave, StoppingParams
+from funitel.proto.step import MediaInput, MediaSpan, SamplingParams, StateSave, StoppingParams
 from funitel.router.core.beam_group import BeamGroup
 from funitel.router.core.beam_search import BeamParams
 
@@ -54,6 +54,14 @@ class Adapter:
     id: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestMedia:
+    """A media item of a prompt: its place there, and what a shard encodes."""
+
+    span: MediaSpan
+    input: MediaInput
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One validated request: a prompt as tokens, how to sample and when to stop."""
@@ -79,6 +87,7 @@ class Request:
     request_id: str = ""  # of its HTTP request, for logs
     key_name: str | None = None  # of its API key
     speculate: int = 0  # maximum of draft tokens that a step verifies
+    media: tuple[RequestMedia, ...] = ()  # of the prompt, in the order of their positions
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,1 @@
+"""Images and sounds: their encoders, and the cache of what they made."""

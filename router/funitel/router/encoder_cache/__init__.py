@@ -1,0 +1,1 @@
+"""Which media items the shards of a replica have encoded."""
