@@ -6,12 +6,12 @@ transformers' own processor and model.
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -334,15 +334,36 @@ def template_of(marker: str) -> str:
     )
 
 
-def save_vision(family: str, folder: Path, seed: int = 0, **text: Any) -> Path:
-    """Save a random model of `family` with all that a server needs; `text` changes its text model. Returns `folder`."""
-    row = VISION_FAMILIES[family]
+def save_vision(
+    family: str,
+    folder: Path,
+    seed: int = 0,
+    *,
+    vision: Mapping[str, Any] = MappingProxyType({}),
+    config: Mapping[str, Any] = MappingProxyType({}),
+    images: Mapping[str, Any] = MappingProxyType({}),
+    processor: Mapping[str, Any] = MappingProxyType({}),
+    **text: Any,
+) -> Path:
+    """Save a random model of `family` with all that a server needs; returns `folder`.
+
+    What else is given changes the settings of its tower, its config, its image processor, its processor and its text
+    model.
+    """
+    known = VISION_FAMILIES[family]
+    row = replace(
+        known,
+        vision=known.vision | vision,
+        config=known.config | config,
+        images=(known.images[0], known.images[1] | images),
+        processor_settings=known.processor_settings | processor,
+    )
     config_class = getattr(transformers, f"{row.kind}Config")
     settings = _TEXT | row.text | text
-    config = config_class(text_config=settings, vision_config=row.vision, tie_word_embeddings=False, **row.config)
-    config.eos_token_id = 256
+    whole = config_class(text_config=settings, vision_config=row.vision, tie_word_embeddings=False, **row.config)
+    whole.eos_token_id = 256
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{row.kind}ForConditionalGeneration")(config).float().eval()
+    model = getattr(transformers, f"{row.kind}ForConditionalGeneration")(whole).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
