@@ -1,10 +1,10 @@
-"""Measure what pictures cost: the first token of a conversation's second turn, and the gaps of streams beside pictures.
+"""Measure what pictures cost: the first token of a second turn, and the gaps of streams beside pictures.
 
-The model is random, of the shape of SmolVLM-256M: a text model of 135M weights, and a tower of 93M that makes 64 features
-of a tile of 512 pixels. Turns: a conversation with a picture is asked again with one sentence more, with the picture that
-the shards have encoded (hit), and with another that they have not (miss); the rest of the prompt is not cached in
-either. Gaps: streams decode, alone and beside one request with eight pictures, in alternation. A figure is the median
-over rounds, with the smallest and the largest. The last line is one JSON object.
+The model is random, of the shape of SmolVLM-256M: a text model of 135M weights, and a tower of 93M that makes 64
+features of a tile of 512 pixels. Turns: a conversation with a picture is asked again with one sentence more, with the
+picture that the shards have encoded (hit), and with another that they have not (miss); the rest of the prompt is not
+cached in either. Gaps: streams decode, alone and beside one request with eight pictures, in alternation. A figure is
+the median over rounds, with the smallest and the largest. The last line is one JSON object.
 
     python benchmarks/media.py [--streams 16] [--pictures 8] [--rounds 5] [-- FLAGS]
 """
