@@ -61,6 +61,29 @@ class RowSpan:
         """Context after the step, in tokens."""
         return self.start + len(self.tokens)
 
+    def part(self, begin: int, end: int) -> "RowSpan":
+        """The same row with the tokens [begin, end) of these alone."""
+        rotary = None if self.rotary is None else self.rotary[:, begin:end]
+        media = tuple([each for each in (_media_within(item, begin, end) for item in self.media) if len(each.places)])
+        return replace(self, tokens=self.tokens[begin:end], start=self.start + begin, rotary=rotary, media=media)
+
+    def followed_by(self, tokens: Sequence[int]) -> "RowSpan":
+        """The same row with tokens of text behind these."""
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = np.concatenate((rotary, rotary[:, -1:] + np.arange(1, len(tokens) + 1)), axis=1)
+        return replace(self, tokens=[*self.tokens, *tokens], rotary=rotary)
+
+
+def _media_within(media: RowMedia, begin: int, end: int) -> RowMedia:
+    """What of media falls on the tokens [begin, end) of a row, counted from there."""
+    is_within = (media.places >= begin) & (media.places < end)
+    if is_within.all():
+        return replace(media, places=media.places - begin)
+    chosen = torch.from_numpy(np.flatnonzero(is_within)).to(media.features.device)
+    deep = tuple([each[chosen] for each in media.deep])
+    return RowMedia(media.places[is_within] - begin, media.features[chosen], deep)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchMedia:
@@ -69,6 +92,10 @@ class BatchMedia:
     places: torch.Tensor  # [n] int64, among the tokens of the batch
     features: torch.Tensor  # [n, hidden_size]
     deep: tuple[torch.Tensor, ...]  # each [n, hidden_size]
+
+    def hide(self, input_ids: torch.Tensor, token: int) -> torch.Tensor:
+        """The tokens [num_tokens] with `token` in the places of features, where ids may be beyond the vocabulary."""
+        return input_ids.index_fill(0, self.places, token)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Embeddings [num_tokens, hidden_size], with the features in place of some."""
