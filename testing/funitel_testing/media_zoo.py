@@ -3,8 +3,9 @@
 Texts are those of the zoo: heads that do not divide evenly between ranks, windows shorter than an image.
 """
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 import transformers
 
-from funitel.model_server.forward.batch import RowMedia, RowSpan
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowMedia, RowSpan
+from funitel.model_server.kv_cache.pool import KVCache
 from funitel_testing.zoo import HIDDEN, VOCAB_SIZE, ZOO
 
 PLACEHOLDER = VOCAB_SIZE - 1
@@ -301,3 +303,50 @@ IMAGES: Mapping[str, TinyImages] = {
     ),
 }
 """By what the family, or a model of it that differs, is called in tests."""
+
+
+def _tables(spans: Sequence[RowSpan], num_blocks: int) -> list[np.ndarray]:
+    blocks = np.random.default_rng(3).permutation(np.arange(1, num_blocks)).astype(np.int32)
+    return np.split(blocks[: len(blocks) // len(spans) * len(spans)], len(spans))
+
+
+def _end_of_chunk(span: RowSpan, begin: int, wanted: int) -> int:
+    """Where a chunk ends that would like to: behind a picture that is seen whole, if it is within one."""
+    cut = (last for first, last in span.whole_spans if max(first, begin) < wanted < last)
+    return next(cut, wanted)
+
+
+@torch.inference_mode()
+def step_at_random(
+    decoder: Forward, cache: KVCache, spans: Sequence[RowSpan], num_decode: int, most: int, seed: int
+) -> list[torch.Tensor]:
+    """Logits of every token of sequences, which step together and join late; see `forward_worker.step_at_random`.
+
+    Chunks have at most so many tokens, but for one that ends behind a picture which is seen whole; the last
+    `num_decode` tokens are computed one by one.
+    """
+    chosen, tables = random.Random(seed), _tables(spans, cache.num_blocks)
+    joins = [0, *(chosen.randint(0, 3) for _ in spans[1:])]
+    done, step = [0] * len(spans), 0
+    collected: list[list[torch.Tensor]] = [[] for _ in spans]
+    while any(d < span.end for d, span in zip(done, spans, strict=True)):
+        rows, owners = [], []
+        for i, span in enumerate(spans):
+            left = span.end - num_decode - done[i]
+            if step < joins[i] or done[i] == span.end:
+                continue
+            end = done[i] + (min(chosen.randint(1, most), left) if left > 0 else 1)
+            whole = replace(span, block_table=tables[i], state_slot=i + 1, prompt_len=span.end - num_decode)
+            rows.append(whole.part(done[i], _end_of_chunk(span, done[i], end)))
+            owners.append(i)
+        step += 1
+        if not rows:
+            continue
+        out = decoder(ForwardBatch.build(rows, cache.block_size, torch.device("cpu")), cache)
+        at = 0
+        for i, row in zip(owners, rows, strict=True):
+            done[i] = row.end
+            if out is not None:
+                collected[i].append(out[at : at + len(row.tokens)])
+                at += len(row.tokens)
+    return [torch.cat(parts) if parts else torch.empty(0) for parts in collected]

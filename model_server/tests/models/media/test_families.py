@@ -1,9 +1,9 @@
 """Decoders of every family with images: the logits of transformers' whole models, in chunks and token by token."""
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.stages import StageLink
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.kv_cache.state_pool import StateLayout, StatePool
 from funitel.model_server.models.decoder import Decoder
@@ -24,7 +24,7 @@ from funitel.model_server.models.stage_boundary import StageBoundary
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import ModelSpec, WholeSpans
 from funitel_testing.families import TOLERANCE
-from funitel_testing.media_zoo import IMAGES, Pictured
+from funitel_testing.media_zoo import IMAGES, Pictured, step_at_random
 from funitel_testing.stages import Part, on_stages
 from funitel_testing.threads import on_ranks
 
@@ -57,45 +57,19 @@ def decoder_of(
     return decoder, cache
 
 
-def tables_of(spans: Sequence[RowSpan]) -> list[np.ndarray]:
-    blocks = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS)).astype(np.int32)
-    return np.split(blocks[: len(blocks) // len(spans) * len(spans)], len(spans))
-
-
-def end_of_chunk(span: RowSpan, begin: int, wanted: int) -> int:
-    """Where a chunk ends that would like to: behind a picture that is seen whole, if it is within one."""
-    cut = (last for first, last in span.whole_spans if max(first, begin) < wanted < last)
-    return next(cut, wanted)
-
-
-@torch.inference_mode()
-def stepped(decoder: Forward, cache: KVCache, spans: Sequence[RowSpan], most: int, seed: int) -> list[torch.Tensor]:
-    """Logits of every token: prompts in random chunks of at most so many tokens, then one at a time, late joiners."""
-    chosen, tables = random.Random(seed), tables_of(spans)
-    joins = [0, *(chosen.randint(0, 3) for _ in spans[1:])]
-    done, step = [0] * len(spans), 0
-    collected: list[list[torch.Tensor]] = [[] for _ in spans]
-    while any(d < span.end for d, span in zip(done, spans, strict=True)):
-        rows, owners = [], []
-        for i, span in enumerate(spans):
-            left = span.end - NUM_DECODE - done[i]
-            if step < joins[i] or done[i] == span.end:
-                continue
-            end = done[i] + (min(chosen.randint(1, most), left) if left > 0 else 1)
-            whole = replace(span, block_table=tables[i], state_slot=i + 1, prompt_len=span.end - NUM_DECODE)
-            rows.append(whole.part(done[i], end_of_chunk(span, done[i], end)))
-            owners.append(i)
-        step += 1
-        if not rows:
-            continue
-        out = decoder(ForwardBatch.build(rows, BLOCK_SIZE, CPU), cache)
-        at = 0
-        for i, row in zip(owners, rows, strict=True):
-            done[i] = row.end
-            if out is not None:
-                collected[i].append(out[at : at + len(row.tokens)])
-                at += len(row.tokens)
-    return [torch.cat(parts) if parts else torch.empty(0) for parts in collected]
+def stepped(
+    folder: Path,
+    spans: Sequence[RowSpan],
+    most: int = 1000,
+    seed: int = 0,
+    *,
+    parallel: TensorParallel | None = None,
+    part: Part = lambda spec: spec,
+    link: StageLink | None = None,
+) -> list[torch.Tensor]:
+    """Logits of every token of sequences, in chunks of at most so many tokens."""
+    decoder, cache = decoder_of(folder, part(spec_in(folder)), parallel or TensorParallel(), link)
+    return step_at_random(decoder, cache, spans, NUM_DECODE, most, seed)
 
 
 def worst(found: Sequence[torch.Tensor], wanted: Sequence[Pictured]) -> float:
@@ -112,26 +86,27 @@ def sequences(name: str, folder: Path, *, is_tied: bool = False, as_published: b
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Whole prompts, chunks cut anywhere, tokens one by one behind them, beside rows of text; one rank and two."""
     wanted = sequences(name, tmp_path)
-    spans, spec = [each.span for each in wanted], spec_in(tmp_path)
+    spans = [each.span for each in wanted]
     for size, most, seed in ((1, 1000, 0), (1, 9, 1), (1, 3, 2), (2, 11, 3)):
-        found = on_ranks(size, lambda parallel: stepped(*decoder_of(tmp_path, spec, parallel), spans, most, seed))  # noqa: B023
+        work = partial(stepped, tmp_path, spans, most, seed)
+        found = on_ranks(size, lambda parallel: work(parallel=parallel))  # noqa: B023
         assert worst(found, wanted) < TOLERANCE
     # Features count: without them logits are others.
     blind = [replace(span, media=()) for span in spans]
-    found = stepped(*decoder_of(tmp_path, spec, TensorParallel()), blind, 1000, 0)
+    found = stepped(tmp_path, blind)
     assert worst(found[:1], wanted[:1]) > 1e-2
     assert worst(found[2:3], wanted[2:3]) < TOLERANCE
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(
-    "name", ["llava", "llava_onevision", "internvl", "idefics3", "smolvlm", "mistral3", "qwen2_vl"]
+    "name", ["llava", "llava_next", "llava_onevision", "internvl", "idefics3", "smolvlm", "mistral3", "qwen2_vl"]
 )
 def test_tensors_have_the_names_of_either_version(name: str, is_tied: bool, tmp_path: Path) -> None:
     wanted = sequences(name, tmp_path, is_tied=is_tied, as_published=False)
     has_head = any("lm_head" in each for each in load_file(tmp_path / "model.safetensors"))
     assert has_head is not is_tied
-    found = stepped(*decoder_of(tmp_path, spec_in(tmp_path), TensorParallel()), [each.span for each in wanted], 20, 4)
+    found = stepped(tmp_path, [each.span for each in wanted], 20, 4)
     assert worst(found, wanted) < TOLERANCE
 
 
@@ -180,10 +155,10 @@ def test_the_last_tokens_of_a_picture_see_the_cached_ones(name: str, tmp_path: P
 def test_pipeline_stages_give_the_same(name: str, layers: tuple[int, int], tmp_path: Path) -> None:
     """What is added behind layers is so in the stage that has these."""
     wanted = sequences(name, tmp_path)
-    spans, whole = [each.span for each in wanted], spec_in(tmp_path)
+    spans = [each.span for each in wanted]
 
     def work(parallel: TensorParallel, part: Part, link: StageLink) -> list[torch.Tensor]:
-        return stepped(*decoder_of(tmp_path, part(whole), parallel, link), spans, 9, 5)
+        return stepped(tmp_path, spans, 9, 5, parallel=parallel, part=part, link=link)
 
     assert worst(on_stages(2, 2, work, layers), wanted) < TOLERANCE
 
@@ -210,7 +185,7 @@ def test_a_placeholder_may_be_beyond_the_vocabulary(tmp_path: Path) -> None:
     for item in wanted.span.media:
         tokens[item.places] = 10**6
     span = replace(wanted.span, tokens=tokens.tolist())
-    found = stepped(*decoder_of(tmp_path, spec_in(tmp_path), TensorParallel()), [span], 1000, 0)
+    found = stepped(tmp_path, [span])
     assert worst(found, [wanted]) < TOLERANCE
 
 
