@@ -1,6 +1,6 @@
 """Steps of random rows for attention kernels: shapes, contexts, block tables and rules, each drawn from a seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ class Case:
     def __str__(self) -> str:
         rule = self.rule
         marks = [f"window{rule.window}"] * (rule.window is not None) + ["softcap"] * (rule.softcap is not None)
+        marks += ["spans"] * rule.sees_spans
         marks += ["slopes"] * (rule.slopes is not None) + ["sinks"] * (rule.sinks is not None)
         marks += [str(self.cached).removeprefix("torch.")] * (self.cached is not self.dtype)
         shape = f"{self.seed}-d{self.head_dim}-h{self.num_kv_heads}x{self.group}-b{self.block_size}"
@@ -72,6 +73,7 @@ def draw(seed: int, *, is_short: bool = False) -> Case:
             softcap=float(random.uniform(5, 50)) if random.random() < 0.3 else None,
             slopes=slopes if has_slopes else None,
             sinks=sinks if not has_slopes and random.random() < 0.2 else None,
+            sees_spans=seed % 5 < 2,
         ),
         num_processors=int(random.choice([1, 16, 132])),
     )
@@ -86,7 +88,10 @@ def run(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     needed = [-(-(start + count) // case.block_size) for start, count in zip(starts, counts, strict=True)]
     blocks = random.permutation(np.arange(1, sum(needed) + 1)).astype(np.int32)
     tables = np.split(blocks, np.cumsum(needed)[:-1])
-    spans = [RowSpan([0] * n, start, table, "all") for n, start, table in zip(counts, starts, tables, strict=True)]
+    spans = [
+        RowSpan([0] * n, start, table, "all", whole_spans=_whole_spans(random, start, n))
+        for n, start, table in zip(counts, starts, tables, strict=True)
+    ]
     spec = ModelSpec(
         architecture="test",
         vocab_size=1,
@@ -114,12 +119,10 @@ def run(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         num_processors=case.num_processors,
     )
     rule = case.rule
-    on_device = AttentionRule(
-        rule.scale,
-        rule.window,
-        rule.softcap,
-        None if rule.slopes is None else rule.slopes.to(device),
-        None if rule.sinks is None else rule.sinks.to(device),
+    on_device = replace(
+        rule,
+        slopes=None if rule.slopes is None else rule.slopes.to(device),
+        sinks=None if rule.sinks is None else rule.sinks.to(device),
     )
     found = backend.attend(query.to(device), cache, 1, backend.plan(batch), on_device)
 
@@ -128,6 +131,14 @@ def run(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     reference = TorchAttention(case.block_size, CPU)
     plan = reference.plan(ForwardBatch.build(spans, case.block_size, CPU))
     return found.float().cpu(), reference.attend(query.float(), exact, 1, plan, rule)
+
+
+def _whole_spans(random: np.random.Generator, start: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Up to two spans of which a row has all tokens in the step, or the last ones."""
+    begin = int(random.integers(max(0, start - 5), start + count))
+    end = int(random.integers(max(begin, start) + 1, start + count + 1))
+    further = ((end, start + count),) if end < start + count and random.random() < 0.5 else ()
+    return ((begin, end), *further)
 
 
 def error_of(case: Case, device: torch.device) -> float:

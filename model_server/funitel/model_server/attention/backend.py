@@ -53,3 +53,4 @@ class AttentionRule:
     slopes: torch.Tensor | None = None  # [num_heads]: scores grow by slope * (key's position - query's position)
     sinks: torch.Tensor | None = None  # [num_heads]: the score of one key more, which has no value
     chunk: int | None = None  # tokens attend within chunks of so many; None: everywhere
+    sees_spans: bool = False  # tokens of a span of `ForwardBatch.visible_ends` see those behind them in it

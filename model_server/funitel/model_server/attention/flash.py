@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from funitel.model_server.attention.backend import AttentionRule
 from funitel.model_server.forward.batch import ForwardBatch, block_tables
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.spec.model_spec import ModelSpec, Position
+from funitel.model_server.spec.model_spec import ModelSpec, Position, WholeSpans
 
 MAX_HEAD_DIM = 256
 PAGE = 256  # tokens: blocks of flash-attn 2 are multiples of it; its third version takes any
@@ -73,6 +73,7 @@ class FlashAttention:
         """See AttentionBackend."""
         assert rule.sinks is None, "flash-attn has no sinks"
         assert rule.chunk is None, "flash-attn has no chunks"
+        assert not rule.sees_spans, "flash-attn has no spans seen whole"
         return self._kernel(query, cache.keys[layer], cache.values[layer], plan, rule)
 
 
@@ -156,6 +157,8 @@ def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
         raise ValueError(f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}")
     if spec.latent is not None:
         raise ValueError("it does not attend to latents")
+    if spec.whole_spans is not WholeSpans.NONE:
+        raise ValueError("it does not let tokens of an image see those behind them")
     if spec.has_sinks or any(spec.chunk_sizes):
         raise ValueError("it has no sinks" if spec.has_sinks else "it does not attend within chunks")
     if spec.cached_dim > MAX_HEAD_DIM or spec.cached_dim % 8:

@@ -30,7 +30,8 @@ class _Chunk:
     first_position: int
     context: int
     blocks: torch.Tensor  # [num_blocks] int64
-    masks: dict[tuple[int | None, int | None], torch.Tensor]  # by window and chunk, made when a layer needs one
+    visible_ends: torch.Tensor | None  # [tokens, 1] of `ForwardBatch.visible_ends`, where they differ from positions
+    masks: dict[tuple[int | None, int | None, bool], torch.Tensor]  # by window, chunk and whether spans are whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,13 @@ class TorchAttention:
                 start = i
         chunks = []
         position = batch.num_decode
+        ends = None if batch.visible_ends is None else batch.visible_ends[:, None]
         for row in batch.rows[batch.num_decode :]:
             blocks = torch.from_numpy(row.block_table[: self._num_blocks(row)].astype(np.int64)).to(self.device)
-            chunks.append(_Chunk(position, position + len(row.tokens), row.start, row.end, blocks, {}))
-            position += len(row.tokens)
+            end = position + len(row.tokens)
+            visible_ends = None if ends is None or not row.whole_spans else ends[position:end]
+            chunks.append(_Chunk(position, end, row.start, row.end, blocks, visible_ends, {}))
+            position = end
         return TorchPlan(tuple(groups), tuple(chunks))
 
     def _num_blocks(self, row: RowSpan) -> int:
@@ -133,7 +137,7 @@ class TorchAttention:
             for cached in (keys, values)
         )
         q = query[chunk.start : chunk.end].transpose(0, 1)[None]  # [1, num_heads, chunk, dim]
-        changes = rule.window, rule.softcap, rule.slopes, rule.sinks, rule.chunk
+        changes = rule.window, rule.softcap, rule.slopes, rule.sinks, rule.chunk, _ends(chunk, rule)
         if chunk.first_position == 0 and all(change is None for change in changes):
             attended = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=rule.scale, enable_gqa=q.shape[1] != num_kv
@@ -148,11 +152,12 @@ class TorchAttention:
 
         -inf hides.
         """
-        window, size = rule.window, rule.chunk
-        if (window, size) not in chunk.masks:
+        window, size, ends = rule.window, rule.chunk, _ends(chunk, rule)
+        kind = window, size, ends is not None
+        if kind not in chunk.masks:
             own = torch.arange(chunk.first_position, chunk.context, device=self.device)[:, None]
             seen = torch.arange(chunk.context, device=self.device)
-            is_hidden = seen > own
+            is_hidden = seen > own if ends is None else seen >= ends
             if window is not None:
                 is_hidden |= seen <= own - window
             if size is not None:
@@ -160,8 +165,13 @@ class TorchAttention:
             mask = torch.zeros(is_hidden.shape, device=self.device)
             if rule.slopes is not None:
                 mask = rule.slopes.view(-1, 1, 1) * (seen - own)
-            chunk.masks[window, size] = mask.masked_fill_(is_hidden, -torch.inf).to(dtype)
-        return chunk.masks[window, size]
+            chunk.masks[kind] = mask.masked_fill_(is_hidden, -torch.inf).to(dtype)
+        return chunk.masks[kind]
+
+
+def _ends(chunk: _Chunk, rule: AttentionRule) -> torch.Tensor | None:
+    """How far each token of a chunk sees in a layer, where that is not up to itself."""
+    return chunk.visible_ends if rule.sees_spans else None
 
 
 def _attend(

@@ -32,7 +32,8 @@ class Tiles:
     A tile is `tokens` consecutive tokens of one row, fewer at the row's end. All int32: `rows` [num_tiles] the row of a
     tile, `firsts` [num_tiles] its first token among the row's own; `starts` [num_rows] where a row begins among the
     step's tokens, `lengths` [num_rows] its tokens, `contexts` [num_rows] its context after the step, `tables`
-    [num_rows, width] its blocks. A tile of a row of length 0 does nothing.
+    [num_rows, width] its blocks. A tile of a row of length 0 does nothing. `visible_ends` [num_tokens] are how many
+    tokens of its sequence each token sees in layers that see spans whole; None: up to itself.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class Tiles:
     lengths: torch.Tensor
     contexts: torch.Tensor
     tables: torch.Tensor
+    visible_ends: torch.Tensor | None = None
 
 
 def attend(
@@ -57,6 +59,7 @@ def attend(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    sees_spans: bool = False,
 ) -> None:
     """Attend the queries of `tiles`; the arguments from `scale` on are those of an `AttentionRule`.
 
@@ -74,6 +77,7 @@ def attend(
     num_queries = max(16, triton.next_power_of_2(tiles.tokens * group))  # of a tile; tl.dot takes no fewer than 16
     is_cut = tiles.num_parts > 1
     loop = _loop_of(num_queries, head_dim, query.dtype, is_cut=is_cut, has_softcap=softcap is not None)
+    ends = tiles.visible_ends if sees_spans else None
     # One part writes its answer; of several each leaves its sums, its largest score, and the sum of its weights.
     sums = out
     extents = query.new_empty((1,), dtype=torch.float32)
@@ -96,6 +100,7 @@ def attend(
         tiles.tables.stride(0),
         query if slopes is None else slopes,
         query if sinks is None else sinks,
+        query if ends is None else ends,
         scale,
         0.0 if softcap is None else softcap,
         0 if window is None else window,
@@ -116,6 +121,7 @@ def attend(
         HAS_SOFTCAP=softcap is not None,
         HAS_SLOPES=slopes is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SPANS=ends is not None,
         IN_FLOAT32=query.dtype is torch.float32 or _IS_INTERPRETED,
         num_warps=loop.num_warps,
         num_stages=loop.num_stages,
@@ -182,6 +188,7 @@ def _attend_tile(
     table_stride,
     slopes,
     sinks,
+    visible_ends,
     scale,
     softcap,
     window,
@@ -206,6 +213,7 @@ def _attend_tile(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -235,6 +243,10 @@ def _attend_tile(
     # Keys this part looks at: those that any query of the tile sees, cut into equal parts of whole turns.
     last = tl.minimum(first + TILE_TOKENS, length) - 1
     end = context - length + last + 1
+    visible = position
+    if HAS_SPANS:
+        visible = tl.load(visible_ends + place, mask=is_query, other=0) - 1
+        end = tl.max(visible, 0) + 1
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(context - length + first - window + 1, 0) // NUM_KEYS * NUM_KEYS
@@ -262,14 +274,14 @@ def _attend_tile(
     slope_of = slope if HAS_SLOPES else 0.0
     for at in range(begin, whole, NUM_KEYS):
         largest, weight, total = _attend_keys(
-            at, end, q, position, largest, weight, total, keys, values, table, slope_of, scale, softcap, window,
-            key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+            at, end, q, position, visible, largest, weight, total, keys, values, table, slope_of, scale, softcap,
+            window, key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
             HEAD_DIM, PADDED_DIM, BLOCK_SIZE, NUM_KEYS, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, IN_FLOAT32, False,
         )  # fmt: skip
     for at in range(whole, end, NUM_KEYS):
         largest, weight, total = _attend_keys(
-            at, end, q, position, largest, weight, total, keys, values, table, slope_of, scale, softcap, window,
-            key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+            at, end, q, position, visible, largest, weight, total, keys, values, table, slope_of, scale, softcap,
+            window, key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
             HEAD_DIM, PADDED_DIM, BLOCK_SIZE, NUM_KEYS, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, IN_FLOAT32, True,
         )  # fmt: skip
 
@@ -290,6 +302,7 @@ def _attend_keys(
     end,
     q,
     position,
+    visible,
     largest,
     weight,
     total,
@@ -340,7 +353,7 @@ def _attend_keys(
         scores += slope[:, None] * distance
     scores *= _LOG2_E
     if IS_MASKED:
-        is_seen = is_key[None, :] & (distance <= 0)
+        is_seen = is_key[None, :] & (seen[None, :] <= visible[:, None])
         if HAS_WINDOW:
             is_seen &= distance > -window
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -459,7 +472,8 @@ class TritonAttention:
         tables = block_tables(rows, self.block_size)
         chunks = [(i, at) for i in range(num_decode, len(rows)) for at in range(0, lengths[i], self._tile_tokens)]
         tile_rows, tile_firsts = np.array(chunks).reshape(-1, 2).T
-        starts, sizes, contexts, table, decode_rows, decode_firsts, chunk_rows, chunk_firsts = self._upload(
+        visible = batch.host_visible_ends
+        starts, sizes, contexts, table, decode_rows, decode_firsts, chunk_rows, chunk_firsts, ends = self._upload(
             np.cumsum(lengths) - lengths,
             lengths,
             np.array([row.end for row in rows]),
@@ -468,12 +482,15 @@ class TritonAttention:
             np.zeros(num_decode),
             tile_rows,
             tile_firsts,
+            np.zeros(0) if visible is None else visible,
         )
         shared = (starts, sizes, contexts, table.view(tables.shape))
         parts = self._num_parts(num_decode, tables.shape[1])
         return TritonPlan(
             decode=Tiles(1, parts, decode_rows, decode_firsts, *shared) if num_decode else None,
-            chunks=Tiles(self._tile_tokens, 1, chunk_rows, chunk_firsts, *shared) if chunks else None,
+            chunks=Tiles(self._tile_tokens, 1, chunk_rows, chunk_firsts, *shared, None if visible is None else ends)
+            if chunks
+            else None,
         )
 
     def plan_rows(self, contexts: torch.Tensor, tables: torch.Tensor) -> TritonPlan:
@@ -526,5 +543,6 @@ class TritonAttention:
                     softcap=rule.softcap,
                     slopes=rule.slopes,
                     sinks=rule.sinks,
+                    sees_spans=rule.sees_spans,
                 )
         return out

@@ -55,7 +55,9 @@ KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
 _PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.(weight|bias)")  # of a matrix or a vector in a stack
 
 
-_OF_TEXT = re.compile(r"(language_model\.)(?=lm_head\.)|(language_model\.model|model\.language_model)\.")
+_OF_TEXT = re.compile(
+    r"(language_model\.)(?=lm_head\.)|(language_model\.model|model\.language_model|model\.text_model)\."
+)
 
 
 def name_of_text(name: str) -> str:
@@ -68,7 +70,7 @@ class Weights:
     """The tensors of one checkpoint folder, cast to `dtype` on `device` as they are read.
 
     Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood, and
-    one of a model for images too, with the text model behind `language_model`.
+    one of a model for images too, with the text model behind `language_model` or `text_model`.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks of some types sets

@@ -61,6 +61,50 @@ class RowSpan:
         """Context after the step, in tokens."""
         return self.start + len(self.tokens)
 
+    def part(self, begin: int, end: int) -> "RowSpan":
+        """The same row with the tokens [begin, end) of these alone."""
+        rotary = None if self.rotary is None else self.rotary[:, begin:end]
+        media = tuple([each for each in (_media_within(item, begin, end) for item in self.media) if len(each.places)])
+        return replace(self, tokens=self.tokens[begin:end], start=self.start + begin, rotary=rotary, media=media)
+
+    def followed_by(self, tokens: Sequence[int]) -> "RowSpan":
+        """The same row with tokens of text behind these."""
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = np.concatenate((rotary, rotary[:, -1:] + np.arange(1, len(tokens) + 1)), axis=1)
+        return replace(self, tokens=[*self.tokens, *tokens], rotary=rotary)
+
+
+def _media_within(media: RowMedia, begin: int, end: int) -> RowMedia:
+    """What of media falls on the tokens [begin, end) of a row, counted from there."""
+    is_within = (media.places >= begin) & (media.places < end)
+    if is_within.all():
+        return replace(media, places=media.places - begin)
+    chosen = torch.from_numpy(np.flatnonzero(is_within)).to(media.features.device)
+    deep = tuple([each[chosen] for each in media.deep])
+    return RowMedia(media.places[is_within] - begin, media.features[chosen], deep)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchMedia:
+    """The same of all rows of a batch. On the device of the batch."""
+
+    places: torch.Tensor  # [n] int64, among the tokens of the batch
+    features: torch.Tensor  # [n, hidden_size]
+    deep: tuple[torch.Tensor, ...]  # each [n, hidden_size]
+
+    def hide(self, input_ids: torch.Tensor, token: int) -> torch.Tensor:
+        """The tokens [num_tokens] with `token` in the places of features, where ids may be beyond the vocabulary."""
+        return input_ids.index_fill(0, self.places, token)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size], with the features in place of some."""
+        return x.index_copy(0, self.places, self.features.to(x.dtype))
+
+    def deepen(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """The residual [num_tokens, hidden_size] behind a layer, with what is added there, if anything."""
+        return x.index_add(0, self.places, self.deep[layer].to(x.dtype)) if layer < len(self.deep) else x
+
 
 @dataclass(frozen=True, slots=True)
 class StateSegment:
@@ -165,6 +209,59 @@ class ForwardBatch:
         return _tensor(self._positions, self.input_ids.device)
 
     @cached_property
+    def media(self) -> BatchMedia | None:
+        """Features that take the place of embeddings; None where all tokens are text."""
+        rows = self.rows
+        if not any([row.media for row in rows]):
+            return None
+        first = np.cumsum([0, *[len(row.tokens) for row in rows]])
+        found = [(begin, each) for begin, row in zip(first, rows, strict=False) for each in row.media]
+        device, deep = self.input_ids.device, [each.deep for _, each in found]
+        return BatchMedia(
+            _tensor(np.concatenate([begin + each.places for begin, each in found]), device),
+            torch.cat([each.features.to(device) for _, each in found]),
+            tuple([torch.cat([part.to(device) for part in parts]) for parts in zip(*deep, strict=True)]),
+        )
+
+    @cached_property
+    def rotary_positions(self) -> torch.Tensor:
+        """Positions for rotary embeddings: [num_tokens] int64, or [3, num_tokens] by axis where axes differ."""
+        rotary = self.rotary
+        return self.positions if rotary is None else _tensor(rotary, self.input_ids.device)
+
+    @cached_property
+    def rotary(self) -> np.ndarray | None:
+        """The same on the host; None where they are `positions`."""
+        rows = self.rows
+        if all([row.rotary is None for row in rows]):
+            return None
+        by_row = [np.tile(np.arange(row.start, row.end), (3, 1)) if row.rotary is None else row.rotary for row in rows]
+        axes = np.concatenate(by_row, axis=1)
+        return axes[0] if (axes == axes[0]).all() else axes
+
+    @cached_property
+    def visible_ends(self) -> torch.Tensor | None:
+        """How many tokens of its sequence each token sees in layers that see spans whole: [num_tokens] int64.
+
+        None where each sees those before it and itself.
+        """
+        ends = self.host_visible_ends
+        return None if ends is None else _tensor(ends, self.input_ids.device)
+
+    @cached_property
+    def host_visible_ends(self) -> np.ndarray | None:
+        """The same on the host."""
+        if not any([_spans_within(row) for row in self.rows if row.whole_spans]):
+            return None
+        ends = self._positions + 1
+        begin = 0
+        for row in self.rows:
+            for first, end in _spans_within(row):
+                ends[begin + max(first - row.start, 0) : begin + end - row.start] = end
+            begin += len(row.tokens)
+        return ends
+
+    @cached_property
     def slots(self) -> Slots:
         """Where the keys and values of each token go."""
         blocks = [row.block_table[np.arange(row.start, row.end) // self.block_size] for row in self.rows]
@@ -220,6 +317,11 @@ class ForwardBatch:
         """How many tokens each token's sequence is known to have: those of its prompt, and those up to itself."""
         prompts = [np.full(len(row.tokens), row.prompt_len) for row in self.rows]
         return torch.maximum(_tensor(np.concatenate(prompts), self.positions.device), self.positions + 1)
+
+
+def _spans_within(row: RowSpan) -> list[tuple[int, int]]:
+    """The spans seen whole of which the row has tokens in the step, cut where the step ends."""
+    return [(begin, min(end, row.end)) for begin, end in row.whole_spans if end > row.start and begin < row.end]
 
 
 def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:

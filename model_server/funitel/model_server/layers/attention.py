@@ -250,4 +250,5 @@ def _rule(spec: ModelSpec, heads: HeadSplit, index: int, device: torch.device) -
         every = alibi_slopes(spec.num_heads, spec.alibi_bias_max) * spec.alibi_scale
         slopes = every[heads.q_start : heads.q_end].to(device)
     scale = spec.score_scale / (index + 1) if spec.is_scaled_by_layer else spec.score_scale
-    return AttentionRule(scale, spec.window(index), spec.attention_softcap, slopes, chunk=spec.chunk(index))
+    window, chunk, sees_spans = spec.window(index), spec.chunk(index), spec.sees_spans(index)
+    return AttentionRule(scale, window, spec.attention_softcap, slopes, chunk=chunk, sees_spans=sees_spans)

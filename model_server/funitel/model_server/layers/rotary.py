@@ -44,6 +44,7 @@ class Rotary:
         scaling = spec.scaling
         plain = 1.0 / self._periods(torch.tensor(spec.base))
         self.frequencies = _scaled(plain, spec.base, scaling).to(device)  # [dims / 2]
+        self._axes = torch.tensor(spec.axes(), device=device)  # by which each pair turns; empty: there is one axis
         self._long: torch.Tensor | None = None
         if scaling.kind == "longrope":
             self._long = (plain / torch.tensor(scaling.long_factors)).to(device)
@@ -58,12 +59,21 @@ class Rotary:
         return self.spec.scaling.kind in ("dynamic", "longrope")
 
     def rotation(self, positions: torch.Tensor, reaches: torch.Tensor | None, dtype: torch.dtype) -> Rotation:
-        """The rotation of tokens at `positions` of sequences of at least `reaches` tokens, each [num_tokens]."""
+        """The rotation of tokens at `positions` of sequences of at least `reaches` tokens, each [num_tokens].
+
+        Positions may be [3, num_tokens], by axis.
+        """
         frequencies = self.frequencies if reaches is None else self._frequencies_within(reaches)
-        angles = (positions.float()[:, None] * frequencies)[:, None]
+        angles = (self._by_pair(positions).float() * frequencies)[:, None]
         amplitude = self._amplitude(reaches)
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
         return Rotation(cos.to(dtype), sin.to(dtype), self.spec.is_interleaved)
+
+    def _by_pair(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions of the tokens for each pair, [num_tokens, dims / 2], or for all alike, [num_tokens, 1]."""
+        if positions.dim() == 1:
+            return positions[:, None]
+        return positions[self._axes].t() if len(self._axes) else positions[0, :, None]
 
     def _amplitude(self, reaches: torch.Tensor | None) -> torch.Tensor | float:
         """What multiplies cosines and sines: a number, or one for each token, [num_tokens, 1, 1]."""
@@ -137,6 +147,6 @@ def sinusoids(positions: torch.Tensor, size: int) -> torch.Tensor:
 def rotations_of(rotaries: Sequence[Rotary], batch: ForwardBatch, dtype: torch.dtype) -> dict[RotarySpec, Rotation]:
     """How a step's queries and keys are rotated."""
     return {
-        rotary.spec: rotary.rotation(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
+        rotary.spec: rotary.rotation(batch.rotary_positions, batch.reaches() if rotary.needs_reaches else None, dtype)
         for rotary in rotaries
     }

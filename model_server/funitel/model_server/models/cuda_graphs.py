@@ -1,6 +1,6 @@
 """Decoding as CUDA graphs: a step of rows with one token each is recorded once for a bucket of rows, and replayed.
 
-A step with rows that have adapters is computed as it is.
+A step with rows that have adapters or media is computed as it is.
 
 Launching a layer's kernels costs the host more than they cost the device when rows are few; a replay is one launch.
 A step takes the smallest bucket that holds it. Rows beyond its own are padding: they compute token 0 at position 0 of
@@ -70,21 +70,24 @@ class CudaRecorder:
 class _Inputs:
     """What a recorded step of some rows reads: tokens, positions and contexts, and the blocks of every row.
 
+    `rotary` are the positions for rotary embeddings, where a model may have other ones; the axes of a row are alike.
+
     Args:
-        rows: [3, num_rows] int32.
+        rows: [3 or 4, num_rows] int32.
         tables: [num_rows, width] int32.
     """
 
     def __init__(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
         self._rows = rows
-        self.tokens, self.positions, self.contexts = rows
+        self.tokens, self.positions, self.contexts, *rotary = rows
+        self.rotary: torch.Tensor | None = rotary[0] if rotary else None
         self.tables = tables
 
     @classmethod
-    def make(cls, num_rows: int, width: int, device: torch.device) -> "_Inputs":
+    def make(cls, num_rows: int, width: int, device: torch.device, *, has_axes: bool) -> "_Inputs":
         """Those of the largest step, of which others take the first rows."""
         aligned = -(-num_rows // _ALIGNMENT) * _ALIGNMENT
-        rows = torch.zeros((3, aligned), dtype=torch.int32, device=device)
+        rows = torch.zeros((4 if has_axes else 3, aligned), dtype=torch.int32, device=device)
         return cls(rows, torch.zeros((num_rows, width), dtype=torch.int32, device=device))
 
     def first(self, num_rows: int) -> "_Inputs":
@@ -96,20 +99,22 @@ class _Inputs:
 
         Of the blocks as many are told as the longest row has: what is left of a step before is beyond every context.
         """
-        num_rows = self.tables.shape[0]
+        num_rows, num_lines = self.tables.shape[0], self._rows.shape[0]
         own = block_tables(batch.rows, batch.block_size)
         used = own.shape[1]
-        staged = torch.zeros(num_rows * (3 + used), dtype=torch.int32, pin_memory=self.tables.is_cuda)
+        staged = torch.zeros(num_rows * (num_lines + used), dtype=torch.int32, pin_memory=self.tables.is_cuda)
         numbers = staged.numpy()
-        _, positions, contexts = numbers[: 3 * num_rows].reshape(3, num_rows)
-        numbers[3 * num_rows :].reshape(num_rows, used)[: len(own)] = own
+        _, positions, contexts, *rotary = numbers[: num_lines * num_rows].reshape(num_lines, num_rows)
+        numbers[num_lines * num_rows :].reshape(num_rows, used)[: len(own)] = own
         contexts[:] = 1
         for i, row in enumerate(batch.rows):
             positions[i], contexts[i] = row.start, row.end
+        for line in rotary:
+            line[: len(own)] = positions[: len(own)] if batch.rotary is None else batch.rotary
         there = staged.to(self.tables.device, non_blocking=True)
-        self._rows.copy_(there[: 3 * num_rows].view(3, num_rows))
+        self._rows.copy_(there[: num_lines * num_rows].view(num_lines, num_rows))
         self.tokens[: len(own)].copy_(batch.input_ids)  # which the step before may just have chosen
-        self.tables[:, :used].copy_(there[3 * num_rows :].view(num_rows, used))
+        self.tables[:, :used].copy_(there[num_lines * num_rows :].view(num_rows, used))
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,12 @@ class _FixedBatch(ForwardBatch):
         """See ForwardBatch."""
         positions: torch.Tensor = self.inputs.positions.long()
         return positions
+
+    @cached_property
+    def rotary_positions(self) -> torch.Tensor:
+        """See ForwardBatch."""
+        rotary = self.inputs.rotary
+        return self.positions if rotary is None else rotary.long()
 
     @cached_property
     def slots(self) -> Slots:
@@ -157,6 +168,7 @@ class GraphedDecoder:
         self._buckets = sorted(buckets)
         self._width = -(-context // attention.block_size)
         self._record = record
+        self._has_axes = any(rotary.spec.sections for rotary in decoder.token_embedding.rotaries)
         self._steps: dict[int, tuple[_Inputs, Body] | None] = {}  # None: there was no memory to record it
         self._cache: KVCache | None = None
         self._inputs: _Inputs | None = None
@@ -199,11 +211,14 @@ class GraphedDecoder:
         num_rows = len(batch.rows)
         if batch.num_decode < num_rows or batch.logit_indices.shape[0] == 0 or batch.adapters:
             return None
+        if batch.media is not None or (batch.rotary is not None and (batch.rotary.ndim > 1 or not self._has_axes)):
+            return None
         return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
 
     def _step(self, bucket: int, batch: ForwardBatch, cache: KVCache) -> tuple[_Inputs, Body] | None:
         if self._inputs is None:
-            self._inputs = _Inputs.make(self._buckets[-1], self._width, batch.input_ids.device)
+            device, has_axes = batch.input_ids.device, self._has_axes
+            self._inputs = _Inputs.make(self._buckets[-1], self._width, device, has_axes=has_axes)
         inputs = self._inputs.first(bucket)
         inputs.load(batch)
 

@@ -110,12 +110,18 @@ class Decoder:
             embedded = list(further[:, : len(self.layers)].unbind(1))
         entering: torch.Tensor | None = None
         outputs: dict[int, torch.Tensor] = {}
+        media, held = batch.media, self.spec.held_layers
+        num_deep = 0 if media is None else len(media.deep)
         for index, (layer, following, own) in enumerate(
             zip(self.layers, [*self.layers[1:], None], embedded, strict=True)
         ):
             # The norm of an offloaded layer is not there before the layer computes.
             residual = following.attention_residual if isinstance(following, AnyLayer) else None
-            x, entering = layer(x, entering, residual, batch, cache, plan, rotations, own)
+            if media is not None and held[index] < num_deep:
+                x, entering = layer(x, entering, None, batch, cache, plan, rotations, own)
+                x = media.deepen(x, held[index])
+            else:
+                x, entering = layer(x, entering, residual, batch, cache, plan, rotations, own)
             if index in self._kept_layers:
                 outputs[index] = x
         if outputs:
@@ -137,7 +143,9 @@ class Decoder:
             assert self.boundary is not None, "another stage has the first layer"
             return self.boundary.take_over(self.spec, batch.num_tokens)
         x = self.token_embedding(batch)
-        further = None if self.layer_embeddings is None else self.layer_embeddings(batch.input_ids, x)
+        further = None
+        if self.layer_embeddings is not None:
+            further = self.layer_embeddings(self.token_embedding.ids(batch), x)
         return x if self.streams is None else self.streams.spread(x), further
 
 
@@ -166,15 +174,23 @@ class TokenEmbedding:
         specs = {spec.rotary_of(i) for i in spec.held_layers} - {None}
         self.rotaries = [Rotary(each, spec.head_dim, weights.device) for each in specs if each is not None]
 
+    def ids(self, batch: ForwardBatch) -> torch.Tensor:
+        """Tokens [num_tokens], in the places of media one that has embeddings."""
+        if batch.media is None:
+            return batch.input_ids
+        embeddings = self.spec.layer_embeddings
+        return batch.media.hide(batch.input_ids, 0 if embeddings is None else embeddings.media_token)
+
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size]."""
         spec = self.spec
         assert self.embedding is not None, "another stage has the embedding"
-        x = self.embedding(batch.input_ids)
+        x = self.embedding(self.ids(batch))
         if spec.embedding_scale != 1.0:
             x = x * spec.embedding_scale
         x = x if self.norm is None else self.norm(x)
         x = x if self.widen is None else self.widen(x)
+        x = x if batch.media is None else batch.media.enter(x)
         places = batch.positions + spec.position_offset
         if self.positions is not None:
             return x + self.positions[places]

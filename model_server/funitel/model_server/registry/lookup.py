@@ -268,7 +268,8 @@ def spec_of(config: Config) -> ModelSpec:
     architectures = config.get("architectures") or []
     holder = next((name for name in architectures if name in WRAPPED), None)
     if holder is not None:
-        return wrapped(_spec_of(text_of(holder, config), {**FAMILIES, **TEXTS}), holder)
+        text = text_of(holder, config)
+        return _checked(wrapped(_spec_of(text, {**FAMILIES, **TEXTS}), holder, text), text)
     return _spec_of(config, FAMILIES)
 
 
@@ -288,10 +289,14 @@ def _spec_of(config: Config, rows: Mapping[str, ArchitectureRow]) -> ModelSpec:
             spec = rows[architecture].spec(known)
         except UnsupportedModel as error:
             raise NoRow(error.message) from error
+    return _checked(spec, config)
+
+
+def _checked(spec: ModelSpec, config: Config) -> ModelSpec:
     try:
         check_types(spec)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"config.json of {architectures[0]}: {_as_written(error.message, config)}") from error
+        raise UnsupportedModel(f"config.json of {spec.architecture}: {_as_written(error.message, config)}") from error
     return spec
 
 

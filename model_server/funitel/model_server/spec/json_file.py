@@ -223,6 +223,7 @@ def _rotary_problems(rotary: RotarySpec, head_dim: int, least: int) -> Iterator[
         yield f"base must be > 1, given {rotary.base}"
     if scaling.kind not in ROTARY_KINDS:
         yield f"scaling.kind must be one of {', '.join(ROTARY_KINDS)}, given {scaling.kind}"
+    yield from _section_problems(rotary, dims)
     if scaling.kind == "dynamic" and dims < 4:
         yield f"dims must be at least 4 for dynamic scaling, given {dims}"
     if not 0 < scaling.share <= 1:
@@ -240,6 +241,21 @@ def _rotary_problems(rotary: RotarySpec, head_dim: int, least: int) -> Iterator[
             yield f"scaling.{name} must have {dims // 2} entries, given {len(factors)}"
         if any(factor <= 0 for factor in factors):
             yield f"scaling.{name} must be > 0, given {min(factors)}"
+
+
+def _section_problems(rotary: RotarySpec, dims: int) -> Iterator[str]:
+    sections = rotary.sections
+    if not sections:
+        if rotary.has_mixed_sections:
+            yield "has_mixed_sections needs sections"
+        return
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != dims // 2:
+        yield f"sections must be three numbers >= 0 with the sum {dims // 2} (dims / 2), given {list(sections)}"
+    elif rotary.has_mixed_sections:
+        for axis in (1, 2):
+            most, given = (dims // 2 - axis + 2) // 3, sections[axis]
+            if given > most:
+                yield f"sections[{axis}] must be at most {most} with has_mixed_sections, given {given}"
 
 
 def _attention_names(spec: ModelSpec) -> set[str]:

@@ -66,6 +66,9 @@ def _embedding_problems(spec: ModelSpec, most: Mapping[str, int]) -> Iterator[st
         size = getattr(spec.layer_embeddings, name)
         if not 1 <= size <= limit:
             yield f"layer_embeddings.{name} must be within 1..{limit}, given {size}"
+    token, num_tokens = spec.layer_embeddings.media_token, spec.layer_embeddings.vocab_size
+    if not 0 <= token < num_tokens:
+        yield f"layer_embeddings.media_token must be within 0..{num_tokens - 1}, given {token}"
 
 
 def _indexer_problems(spec: ModelSpec, indexer: IndexerSpec, most: Mapping[str, int]) -> Iterator[str]:

@@ -43,6 +43,7 @@ class LayerEmbeddingSpec:
 
     size: int  # elements for each layer
     vocab_size: int  # token ids with an embedding; all others have that of token 0
+    media_token: int = 0  # tokens of images and sounds have the embedding of this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,14 @@ class ExpertScore(StrEnum):
     SPARSEMIXER = "sparsemixer"  # softmax over those near the largest that is left, for one expert after the other
 
 
+class WholeSpans(StrEnum):
+    """Layers in which all tokens of an image see each other, within a window too where the layer has one."""
+
+    NONE = "none"
+    ALL = "all"
+    WINDOWS = "windows"  # layers with a sliding window
+
+
 class QkvLayout(StrEnum):
     """How the rows of a packed `qkv` tensor lie."""
 
@@ -121,7 +129,22 @@ class RotarySpec:
     base: float = 10000.0
     dims: int | None = None  # leading elements of a head that turn; None: all of them
     is_interleaved: bool = False  # pairs are neighbours, instead of element i with element i + dims / 2
+    sections: tuple[int, ...] = ()  # pairs that turn by each of three axes: frame, row, column; empty: all by one
+    has_mixed_sections: bool = False  # axes alternate from pair to pair while rows and columns last; else one by one
     scaling: RotaryScaling = field(default_factory=RotaryScaling)
+
+    def axes(self) -> tuple[int, ...]:
+        """The axis by which each pair turns, of the slowest last: [dims / 2], or empty where there is one axis.
+
+        Source: M-RoPE of Qwen2-VL, arXiv 2409.12191; mixed as in Qwen3-VL.
+        """
+        if not self.has_mixed_sections:
+            return tuple(axis for axis, size in enumerate(self.sections) for _ in range(size))
+        axes = [0] * sum(self.sections)
+        for axis in (1, 2):
+            for place in range(axis, 3 * self.sections[axis], 3):
+                axes[place] = axis
+        return tuple(axes)
 
     def stretched(self, factor: float) -> "RotarySpec":
         """With all positions divided by `factor`, in place of another scaling."""
@@ -261,6 +284,7 @@ class ModelSpec:
     attention_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
     is_scaled_by_layer: bool = False  # scores of layer i are also divided by i + 1
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    whole_spans: WholeSpans = WholeSpans.NONE
     qkv_layout: QkvLayout = QkvLayout.STACKED
     qkv_clip: float | None = None  # queries, keys and values are kept within +- this
     latent: LatentSpec | None = None  # where keys and values come from; None: from hidden states
@@ -395,6 +419,11 @@ class ModelSpec:
     def chunk(self, layer: int) -> int | None:
         """Size of the chunks in tokens within which a layer attends, or None where it has none."""
         return self.chunk_sizes[layer] if self.chunk_sizes else None
+
+    def sees_spans(self, layer: int) -> bool:
+        """Whether tokens of an image see those behind them in it, in a layer."""
+        kinds = (WholeSpans.ALL, WholeSpans.WINDOWS) if self.window(layer) else (WholeSpans.ALL,)
+        return self.whole_spans in kinds
 
     def growth_of(self, layer: int) -> QueryGrowthSpec | None:
         """How queries of a layer grow with positions, or None where they do not."""

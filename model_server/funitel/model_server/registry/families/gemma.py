@@ -89,7 +89,8 @@ _LAYERED: dict[str, Any] = {
 def _layer_embeddings(config: Config) -> LayerEmbeddingSpec | None:
     size = config.get("hidden_size_per_layer_input", 256)
     vocab_size = first("vocab_size_per_layer_input", default=262144)(config)
-    return LayerEmbeddingSpec(size=size, vocab_size=vocab_size) if size else None
+    media_token = min(first("pad_token_id", default=0)(config), vocab_size - 1)
+    return LayerEmbeddingSpec(size=size, vocab_size=vocab_size, media_token=media_token) if size else None
 
 
 # Gemma 4
