@@ -90,7 +90,7 @@ class Blocks:
         place = index - spec.held_layers.start  # in the pool
         self.do(Code.ROTATE, place, *norms, self.vectors.turn(index), scale=self._score_scale(index))
         window, cap = spec.window(index) or 0, spec.attention_softcap or 0.0
-        self.do(Code.ATTEND, place, window, self.vectors.slopes, cap=cap)
+        self.do(Code.ATTEND, place, window, self.vectors.slopes, spec.sees_spans(index), cap=cap)
         return self._product(Buffer.ATTENDED, out)
 
     def _score_scale(self, index: int) -> float:
@@ -115,7 +115,7 @@ class Blocks:
         turn, window, cap = self.vectors.turn(index), spec.window(index) or 0, spec.attention_softcap or 0.0
         place = index - spec.held_layers.start  # in the pool
         self.do(Code.TURN_LATENTS, place, kv_norm, 0, turn, scale=self._score_scale(index))
-        self.do(Code.ATTEND_LATENTS, place, window, 0, first, cap=cap)
+        self.do(Code.ATTEND_LATENTS, place, window, spec.sees_spans(index), first, cap=cap)
         return self._product(Buffer.ATTENDED, out)
 
     def _latent_queries(self, latent: LatentSpec, norm: int, name: Name) -> None:

@@ -18,7 +18,7 @@ from funitel.model_server.spec.state_layers import STATE_KINDS
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 _NORMS = ("norm", "norm_eps", "norm_offset", "has_norm_weight", "has_norm_bias", "norm_placement")
 _HEADS = ("qk_norm", "has_qk_norm_bias", "qkv_layout", "qkv_clip")
-_SCORES = ("sliding_windows", "attention_scale", "is_scaled_by_layer", "attention_softcap")
+_SCORES = ("sliding_windows", "attention_scale", "is_scaled_by_layer", "attention_softcap", "whole_spans")
 _POSITIONS = ("position", "rotary", "window_rotary", "unrotated_layers", "position_offset")
 _SLOPES = ("alibi_bias_max", "alibi_scale")
 _BLOCKS = ("is_parallel", "activation", "is_gated", "residual_scale", "experts", "latent")

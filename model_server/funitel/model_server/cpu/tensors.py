@@ -38,7 +38,7 @@ class Vectors:
             if each is not None:
                 rotary = Rotary(each, spec.head_dim, weights.device)
                 self._turns[each] = engine.add_turn(
-                    rotary.frequencies, each.scaling.amplitude, is_interleaved=each.is_interleaved
+                    rotary.frequencies, each.scaling.amplitude, is_interleaved=each.is_interleaved, axes=each.axes()
                 )
         self.positions = self._positions()
         self.slopes = NONE
