@@ -91,6 +91,10 @@ def by_axes(kind: type[Any], config: type[Any], rope: dict[str, Any], folder: Pa
     tensors = values_of(folder) if has_blocks else load_file(folder / "model.safetensors")
     own = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     model.load_state_dict(own)
+    return hidden_by_axes(model, sequence) @ tensors["lm_head.weight"].T
+
+
+def hidden_by_axes(model: Any, sequence: RowSpan) -> torch.Tensor:
     num_tokens = len(sequence.tokens)
     positions = np.tile(np.arange(num_tokens), (3, 1)) if sequence.rotary is None else sequence.rotary
     further = {}
@@ -99,9 +103,10 @@ def by_axes(kind: type[Any], config: type[Any], rope: dict[str, Any], folder: Pa
         is_image[0, np.concatenate([image.places for image in sequence.media])] = True
         deep = [torch.cat(parts) for parts in zip(*(image.deep for image in sequence.media), strict=True)]
         further = {"visual_pos_masks": is_image, "deepstack_visual_embeds": deep}
-    x = embedded(own["embed_tokens.weight"], sequence)
-    hidden = model(inputs_embeds=x, position_ids=torch.from_numpy(positions)[:, None], **further).last_hidden_state
-    return (hidden @ tensors["lm_head.weight"].T)[0]
+    x = embedded(model.embed_tokens.weight, sequence)
+    answer = model(inputs_embeds=x, position_ids=torch.from_numpy(positions)[:, None], **further)
+    hidden: torch.Tensor = answer.last_hidden_state[0]
+    return hidden
 
 
 def by_features(folder: Path, sequence: RowSpan) -> torch.Tensor:
@@ -295,6 +300,39 @@ def test_later_pipeline_stages_know_positions_spans_and_the_layers_of_deep_featu
 
 def len_of(folder: Path) -> int:
     return int(read_json(folder / "config.json")["num_hidden_layers"])
+
+
+def test_a_mixture_whose_stacks_lie_by_inputs_takes_images_too(tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE is published: stacks are [experts, in, out]."""
+    turns = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}}
+    text = dict(ZOO["qwen3_moe"].config) | {"eos_token_id": 256, "pad_token_id": None, **turns}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
+    sight |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=sight)
+    config.text_config._experts_implementation = "eager"
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path, save_original_format=True)
+    spec = spec_of(read_json(tmp_path / "config.json"))
+    assert (missing(spec), spec.names.is_stack_transposed) == (None, True)
+    kinds = {"num_deep": 2, "has_axes": True}
+    sequences = [make_sequence(each, spec.hidden_size, seed, **kinds) for seed, each in enumerate(PIECES)]
+    with torch.inference_mode():
+        language = model.model.language_model
+        expected = torch.cat([model.lm_head(hidden_by_axes(language, each)) for each in sequences])
+    for tier, size in ((Tier.FLOAT32, 1), (Tier.FLOAT32, 2), (Tier.INT8, 1)):
+
+        def logits(parallel: TensorParallel, tier: Tier = tier) -> torch.Tensor:
+            decoder = fused_decoder(tmp_path, tier, parallel)
+            return torch.cat(step_sequences(decoder, cache_for(decoder, parallel), sequences, NUM_DECODE))
+
+        found = on_ranks(size, logits)
+        errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.median() < TOLERANCE[tier], (tier, size)  # rounding may send a token to another expert
+        assert tier is Tier.INT8 or errors.max() < 1e-4
 
 
 # The torch decoder ----------------------------------------------------------------------------------------------------

@@ -172,9 +172,11 @@ class Blocks:
         units = spec.intermediate_size
         mine = (0, units) if is_whole else self.parallel.split(units)
         parts = [[part] for part in mlp_parts(spec, mine, name)]
-        up = self.matrices.columns(parts, has_bias=spec.has_mlp_bias)
-        down = self.matrices.rows(name(spec.names.down), units, mine, has_bias=spec.has_mlp_bias)
-        return up, down
+        down, has_bias, is_transposed = name(spec.names.down), spec.has_mlp_bias, spec.names.is_transposed
+        return (
+            self.matrices.columns(parts, has_bias=has_bias, is_transposed=is_transposed),
+            self.matrices.rows(down, units, mine, has_bias=has_bias, is_transposed=is_transposed),
+        )
 
     def _mixture(self, experts: ExpertsSpec, index: int, norm: int) -> Leave:
         spec, names, weights = self.spec, self.spec.names, self.weights

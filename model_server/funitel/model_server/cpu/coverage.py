@@ -26,7 +26,7 @@ _BIASES = ("has_qkv_bias", "has_out_bias", "has_mlp_bias", "has_head_bias")
 _ENDS = ("embedding_scale", "is_tied", "logit_scale", "logit_softcap")
 _READ = {"architecture", "max_position_embeddings", "names", "first_layer", "end_layer"}
 _READ |= {*_SIZES, *_NORMS, *_HEADS, *_SCORES, *_POSITIONS, *_SLOPES, *_BLOCKS, *_BIASES, *_ENDS}
-_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_transposed", "is_stack_interleaved") + (
+_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_interleaved") + (
     "router_scale",
     "expert_scale",
 )
