@@ -90,7 +90,7 @@ class Blocks:
         place = index - spec.held_layers.start  # in the pool
         self.do(Code.ROTATE, place, *norms, self.vectors.turn(index), scale=self._score_scale(index))
         window, cap = spec.window(index) or 0, spec.attention_softcap or 0.0
-        self.do(Code.ATTEND, place, window, self.vectors.slopes, cap=cap)
+        self.do(Code.ATTEND, place, window, self.vectors.slopes, spec.sees_spans(index), cap=cap)
         return self._product(Buffer.ATTENDED, out)
 
     def _score_scale(self, index: int) -> float:
@@ -115,7 +115,7 @@ class Blocks:
         turn, window, cap = self.vectors.turn(index), spec.window(index) or 0, spec.attention_softcap or 0.0
         place = index - spec.held_layers.start  # in the pool
         self.do(Code.TURN_LATENTS, place, kv_norm, 0, turn, scale=self._score_scale(index))
-        self.do(Code.ATTEND_LATENTS, place, window, 0, first, cap=cap)
+        self.do(Code.ATTEND_LATENTS, place, window, spec.sees_spans(index), first, cap=cap)
         return self._product(Buffer.ATTENDED, out)
 
     def _latent_queries(self, latent: LatentSpec, norm: int, name: Name) -> None:
@@ -172,9 +172,11 @@ class Blocks:
         units = spec.intermediate_size
         mine = (0, units) if is_whole else self.parallel.split(units)
         parts = [[part] for part in mlp_parts(spec, mine, name)]
-        up = self.matrices.columns(parts, has_bias=spec.has_mlp_bias)
-        down = self.matrices.rows(name(spec.names.down), units, mine, has_bias=spec.has_mlp_bias)
-        return up, down
+        down, has_bias, is_transposed = name(spec.names.down), spec.has_mlp_bias, spec.names.is_transposed
+        return (
+            self.matrices.columns(parts, has_bias=has_bias, is_transposed=is_transposed),
+            self.matrices.rows(down, units, mine, has_bias=has_bias, is_transposed=is_transposed),
+        )
 
     def _mixture(self, experts: ExpertsSpec, index: int, norm: int) -> Leave:
         spec, names, weights = self.spec, self.spec.names, self.weights

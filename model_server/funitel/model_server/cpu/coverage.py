@@ -18,7 +18,7 @@ from funitel.model_server.spec.state_layers import STATE_KINDS
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
 _NORMS = ("norm", "norm_eps", "norm_offset", "has_norm_weight", "has_norm_bias", "norm_placement")
 _HEADS = ("qk_norm", "has_qk_norm_bias", "qkv_layout", "qkv_clip")
-_SCORES = ("sliding_windows", "attention_scale", "is_scaled_by_layer", "attention_softcap")
+_SCORES = ("sliding_windows", "attention_scale", "is_scaled_by_layer", "attention_softcap", "whole_spans")
 _POSITIONS = ("position", "rotary", "window_rotary", "unrotated_layers", "position_offset")
 _SLOPES = ("alibi_bias_max", "alibi_scale")
 _BLOCKS = ("is_parallel", "activation", "is_gated", "residual_scale", "experts", "latent")
@@ -26,7 +26,7 @@ _BIASES = ("has_qkv_bias", "has_out_bias", "has_mlp_bias", "has_head_bias")
 _ENDS = ("embedding_scale", "is_tied", "logit_scale", "logit_softcap")
 _READ = {"architecture", "max_position_embeddings", "names", "first_layer", "end_layer"}
 _READ |= {*_SIZES, *_NORMS, *_HEADS, *_SCORES, *_POSITIONS, *_SLOPES, *_BLOCKS, *_BIASES, *_ENDS}
-_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_transposed", "is_stack_interleaved") + (
+_UNREAD_NAMES = ("embedding_in", "embedding_out", "is_stack_interleaved") + (
     "router_scale",
     "expert_scale",
 )

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from funitel.model_server.checkpoint.weights import Weights
@@ -146,9 +147,12 @@ class FusedDecoder:
         lengths = array("i", [len(row.tokens) for row in batch.rows])
         adapters = addresses(batch) if batch.adapters else None
         tables, table_starts = array("i"), array("i")
+        has_media = False
         for row in batch.rows:
             table_starts.append(len(tables))
             tables.frombytes(row.block_table[: -(-row.end // self.block_size)].tobytes())
+            if row.media or row.whole_spans or row.rotary is not None:
+                has_media = True
         request = Batch(
             num_tokens=batch.num_tokens,
             num_rows=len(batch.rows),
@@ -166,6 +170,9 @@ class FusedDecoder:
             logits=logits.data_ptr(),
             adapters=None if adapters is None else _address(adapters),
         )
+        if has_media:
+            media = _MediaArrays(batch)
+            media.enter(request)
         at = self._engine.run(request, 0)
         while at != DONE:
             buffer, width = self.program.reduced_at(at)
@@ -189,6 +196,46 @@ class FusedDecoder:
 
 def _address(values: "array[int]") -> int:
     return values.buffer_info()[0]
+
+
+class _MediaArrays:
+    """Features, rotary positions and spans seen whole of a batch, as arrays that a request points to."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        num_tokens = batch.num_tokens
+        self._rotary = _int32(batch.rotary, (3, num_tokens))
+        self._visible_ends = _int32(batch.host_visible_ends, (num_tokens,))
+        self._kept: list[torch.Tensor] = []  # what `_features` point to
+        items = [each for row in batch.rows for each in row.media]
+        num_deep = max([len(each.deep) for each in items], default=0)
+        self._features = np.zeros((1 + num_deep, num_tokens), dtype=np.uintp) if items else None
+        first = 0
+        for row in batch.rows:
+            for each in row.media:
+                self._place(first + each.places, (each.features, *each.deep))
+            first += len(row.tokens)
+
+    def _place(self, tokens: np.ndarray, features: Sequence[torch.Tensor]) -> None:
+        """Note where the features of some tokens lie: those in place of embeddings, then those behind each layer."""
+        assert self._features is not None
+        for line, each in zip(self._features, features, strict=False):
+            numbers = each.float().contiguous()
+            assert len(numbers) == len(tokens), "each token has features"
+            row_bytes = numbers.shape[1] * numbers.itemsize
+            line[tokens] = numbers.data_ptr() + np.arange(len(numbers), dtype=np.uintp) * row_bytes
+            self._kept.append(numbers)
+
+    def enter(self, request: Batch) -> None:
+        """Point a request to them; they are to outlive its step."""
+        request.rotary = None if self._rotary is None else self._rotary.ctypes.data
+        request.visible_ends = None if self._visible_ends is None else self._visible_ends.ctypes.data
+        if self._features is not None:
+            request.features, request.num_deep = self._features.ctypes.data, len(self._features) - 1
+
+
+def _int32(values: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Values of a shape that they are repeated to."""
+    return None if values is None else np.ascontiguousarray(np.broadcast_to(values, shape), dtype=np.int32)
 
 
 class FusedLogitsProcessors:

@@ -39,6 +39,8 @@ class Code(IntEnum):
     ADD_EXPERTS = 16
     TURN_LATENTS = 17
     ATTEND_LATENTS = 18
+    ENTER = 19
+    DEEPEN = 20
 
 
 class Buffer(IntEnum):
@@ -172,8 +174,12 @@ class Batch(ctypes.Structure):
                 "partial",
                 "logits",
                 "adapters",
+                "rotary",
+                "visible_ends",
+                "features",
             )
         ),
+        ("num_deep", ctypes.c_int32),
     ]
 
 
@@ -194,7 +200,7 @@ def load_library(cache_dir: Path, instruction_set: str | None = None) -> ctypes.
         "funitel_matrix_done": (size, [address, number]),
         "funitel_vector": (number, [address, address, size]),
         "funitel_norm": (number, [address, address]),
-        "funitel_turn": (number, [address, address, number, ctypes.c_float, number]),
+        "funitel_turn": (number, [address, address, number, ctypes.c_float, number, address]),
         "funitel_mixture": (number, [address, address]),
         "funitel_observe": (None, [address, address]),
         "funitel_key_frames": (number, [address, address, address, address, address, size, size]),
@@ -305,11 +311,17 @@ class NativeEngine:
         """Add a norm and return its index."""
         return _checked(self._library.funitel_norm(self._handle, ctypes.byref(norm)), "weights")
 
-    def add_turn(self, frequencies: torch.Tensor, amplitude: float, *, is_interleaved: bool) -> int:
-        """Add rotary positions with a frequency for each pair, [pairs] float32, and return their index."""
+    def add_turn(
+        self, frequencies: torch.Tensor, amplitude: float, *, is_interleaved: bool, axes: Sequence[int] = ()
+    ) -> int:
+        """Add rotary positions with a frequency for each pair, [pairs] float32, and return their index.
+
+        `axes` say by which of its token's positions each pair turns; empty where tokens have one position.
+        """
         values = frequencies.contiguous()
         place = values.data_ptr(), values.numel()
-        return _checked(self._library.funitel_turn(self._handle, *place, amplitude, is_interleaved), "weights")
+        by_axis = (ctypes.c_int32 * len(axes))(*axes) if axes else None
+        return _checked(self._library.funitel_turn(self._handle, *place, amplitude, is_interleaved, by_axis), "weights")
 
     def add_mixture(self, mixture: MixtureRecord) -> int:
         """Add a mixture of experts, its matrices being there, and return its index."""

@@ -151,6 +151,7 @@ class Program:
         if spec.names.embedding_norm:
             norm = self._vectors.norm(self._weights.prefix + spec.names.embedding_norm)
             self._do(Code.NORMALISE, norm, Buffer.X)
+        self._do(Code.ENTER)
         if self._vectors.positions != NONE:
             self._do(Code.POSITIONS, self._vectors.positions)
 
@@ -170,6 +171,7 @@ class Program:
         if spec.is_parallel:  # the hidden units wait in their buffer while attention reads the same residual
             products.append(self._blocks.attention(index, attention.before, name))
         self._leave(products, mlp.after)
+        self._do(Code.DEEPEN, index)
 
     def _frame(self, before: str, after: str, index: int) -> _Frame:
         def name(template: str) -> str:

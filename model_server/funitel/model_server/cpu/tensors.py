@@ -38,7 +38,7 @@ class Vectors:
             if each is not None:
                 rotary = Rotary(each, spec.head_dim, weights.device)
                 self._turns[each] = engine.add_turn(
-                    rotary.frequencies, each.scaling.amplitude, is_interleaved=each.is_interleaved
+                    rotary.frequencies, each.scaling.amplitude, is_interleaved=each.is_interleaved, axes=each.axes()
                 )
         self.positions = self._positions()
         self.slopes = NONE
@@ -159,12 +159,19 @@ class Matrices:
         piece = _Piece(layer=name, num_outputs=spec.vocab_size, num_inputs=spec.hidden_size, rows=rows, bias=bias)
         return self._add([[piece]], spec.vocab_size, is_transposed=False)
 
-    def columns(self, parts: Sequence[Sequence[Part]], *, has_bias: bool, num_inputs: int | None = None) -> int:
+    def columns(
+        self,
+        parts: Sequence[Sequence[Part]],
+        *,
+        has_bias: bool,
+        num_inputs: int | None = None,
+        is_transposed: bool | None = None,
+    ) -> int:
         """Layers split by output, on hidden states; parts, such as gate and up, have as many outputs each."""
         all_outputs = sum({layer: num_outputs for layer, num_outputs, _ in chain(*parts)}.values()) // len(parts)
         inputs = num_inputs or self._spec.hidden_size
         pieces = [[self._column(*each, inputs, has_bias=has_bias) for each in part] for part in parts]
-        return self._add(pieces, all_outputs)
+        return self._add(pieces, all_outputs, is_transposed=is_transposed)
 
     def side_by_side(self, parts: Sequence[Part], *, has_bias: bool) -> list[tuple[int, int]]:
         """Layers on hidden states with outputs side by side: (matrix, its first output) for each kind among them."""
@@ -208,13 +215,15 @@ class Matrices:
         self.kinds[name,] = kind
         return taken[0]
 
-    def rows(self, name: str, num_inputs: int, columns: Range, *, has_bias: bool) -> int:
+    def rows(
+        self, name: str, num_inputs: int, columns: Range, *, has_bias: bool, is_transposed: bool | None = None
+    ) -> int:
         """A layer that makes hidden states and is split by input; rank 0 adds the bias."""
         num_outputs = self._spec.hidden_size
         bias = self._weights.read(f"{name}.bias", [num_outputs]) if has_bias else None
         bias = bias if self._parallel.rank == 0 else None
         piece = _Piece(layer=name, num_outputs=num_outputs, num_inputs=num_inputs, columns=columns, bias=bias)
-        return self._add([[piece]], num_outputs)
+        return self._add([[piece]], num_outputs, is_transposed=is_transposed)
 
     def _column(self, name: str, num_outputs: int, rows: Range | None, num_inputs: int, *, has_bias: bool) -> _Piece:
         bias = self._weights.read(f"{name}.bias", [num_outputs], rows=rows) if has_bias else None

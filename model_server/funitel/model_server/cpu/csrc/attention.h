@@ -330,12 +330,13 @@ struct Queries {
     float cap;                                // scores become cap * tanh(score / cap); 0: they stay
     bool has_slopes;
     float slopes[kMaxQueries];  // scores grow by slope * (token - own token)
+    int own[kMaxQueries];       // of queries with slopes
 
     // Cap and slope the scores of query `q`, and turn those of tokens [first, last) into weights, as `soften` does.
     template <class T>
     float weights(float* scores, int q, int from, int first, int last, float* most) const {
         if (cap > 0.0f) cap_scores(scores, last - from, cap);
-        if (has_slopes) slope_scores(scores, last - from, high[q] - 1 - from, slopes[q]);
+        if (has_slopes) slope_scores(scores, last - from, own[q] - from, slopes[q]);
         return soften<T>(scores, from, first, last, most);
     }
 };

@@ -121,8 +121,8 @@ class Engine {
         return found;
     }
 
-    void add_turn(std::vector<float> frequencies, float amplitude, bool is_interleaved) {
-        turns.push_back({std::move(frequencies), amplitude, is_interleaved, num_angles()});
+    void add_turn(std::vector<float> frequencies, float amplitude, bool is_interleaved, std::vector<int32_t> axes) {
+        turns.push_back({std::move(frequencies), amplitude, is_interleaved, std::move(axes), num_angles()});
     }
 
     int num_threads() const { return threads_.count(); }
@@ -257,9 +257,14 @@ class Engine {
         for_each(threads_, divide_up(num_rows_, tokens_each), [&](int chunk, int) {
             int end = std::min(num_rows_, (chunk + 1) * tokens_each);
             for (int token = chunk * tokens_each; token < end; token++) {
-                for (const Turn& turn : turns) turn.fill(layout_.positions[token], angles(token, turn));
+                for (const Turn& turn : turns) fill_angles(token, turn);
             }
         });
+    }
+
+    void fill_angles(int token, const Turn& turn) const {
+        if (batch_->rotary == nullptr) return turn.fill(layout_.positions[token], angles(token, turn));
+        turn.fill(batch_->rotary + token, batch_->num_tokens, angles(token, turn));
     }
 
     float* angles(int token, const Turn& turn) const {
@@ -291,6 +296,8 @@ class Engine {
             case kAttendLatents:
                 if (shape_.kv_kind == kKvFloat16) return attend_latents<Half>(operation);
                 return attend_latents<float>(operation);
+            case kEnter: return enter();
+            case kDeepen: return deepen(operation.a);
             case kReduce:
             case kSelect: return;
         }
@@ -353,6 +360,27 @@ class Engine {
             if (!low_rank_.is_on()) return;
             const LowRankAdapter* adapter = batch_->adapters[layout_.rows_of[row]];
             if (adapter != nullptr) LowRank::embed(*adapter, place, scale, shape_.hidden_size, x);
+        });
+    }
+
+    void enter() {
+        if (batch_->features == nullptr) return;
+        for_features(batch_->features, [](float* x, const float* given, int size) { std::copy_n(given, size, x); });
+    }
+
+    void deepen(int layer) {
+        if (layer >= batch_->num_deep) return;
+        const float* const* given = batch_->features + size_t(layer + 1) * batch_->num_tokens;
+        for_features(given, [](float* x, const float* added, int size) {
+            for (int i = 0; i < size; i++) x[i] += added[i];
+        });
+    }
+
+    // Call `function(x, features, hidden_size)` for the tokens that have some.
+    template <class Function>
+    void for_features(const float* const* given, Function function) {
+        for_rows([&](int row, int) {
+            if (given[row] != nullptr) function(batch_->x + size_t(row) * shape_.hidden_size, given[row], shape_.hidden_size);
         });
     }
 
@@ -419,8 +447,8 @@ class Engine {
 
     template <class T>
     void attend_latents(const Operation& operation) {
-        latents_.attend<T>(*batch_, operation.a, operation.b, operation.cap, operation.d, qkv_.as<float>(),
-                           attended_.as<float>(), scratches_);
+        const Sight sight = {operation.b, operation.c != 0, operation.cap};
+        latents_.attend<T>(*batch_, operation.a, sight, operation.d, qkv_.as<float>(), attended_.as<float>(), scratches_);
     }
 
     void normalise_rows(const Operation& operation) {
@@ -661,20 +689,24 @@ class Engine {
             queries.count = item.count * heads;
             queries.cap = operation.cap;
             queries.has_slopes = slopes != nullptr;
+            const int* ends = operation.d != 0 ? layout_.ends_from(item.first) : nullptr;
             int lowest = layout_.positions[item.first], highest = 0;
             for (int t = 0; t < item.count; t++) {
-                int position = layout_.positions[item.first + t];
+                int position = layout_.positions[item.first + t], end = ends == nullptr ? position + 1 : ends[t];
                 int low = window > 0 ? std::max(0, position + 1 - window) : 0;
                 const float* q = qkv_.as<float>() + size_t(item.first + t) * qkv_size() + first_head * dim;
                 for (int h = 0; h < heads; h++) {
                     int place = t * heads + h;
                     queries.low[place] = low;
-                    queries.high[place] = position + 1;
-                    if (slopes != nullptr) queries.slopes[place] = slopes[first_head + h];
+                    queries.high[place] = end;
+                    if (slopes != nullptr) {
+                        queries.slopes[place] = slopes[first_head + h];
+                        queries.own[place] = position;
+                    }
                     Keys::set_query(source, kv_head, s, place, q + h * dim);
                 }
                 lowest = std::min(lowest, low);
-                highest = std::max(highest, position + 1);
+                highest = std::max(highest, end);
             }
             queries.begin = item.part < 0 ? lowest : item.part * part_;
             queries.end = item.part < 0 ? highest : std::min(highest, (item.part + 1) * part_);
@@ -852,11 +884,13 @@ int32_t ENTRY(funitel_norm)(Engine* engine, const funitel::Norm* norm) {
     }
 }
 
-// Add rotary positions with a frequency for each pair and return their index, or kNoMemory.
+// Add rotary positions with a frequency for each pair and return their index, or kNoMemory. `axes`: which of its token's
+// positions each pair turns by, null where tokens have one.
 int32_t ENTRY(funitel_turn)(Engine* engine, const float* frequencies, int32_t count, float amplitude,
-                            int32_t is_interleaved) {
+                            int32_t is_interleaved, const int32_t* axes) {
     try {
-        engine->add_turn({frequencies, frequencies + count}, amplitude, is_interleaved != 0);
+        std::vector<int32_t> own(axes, axes + (axes == nullptr ? 0 : count));
+        engine->add_turn({frequencies, frequencies + count}, amplitude, is_interleaved != 0, std::move(own));
         return static_cast<int32_t>(engine->turns.size()) - 1;
     } catch (const std::bad_alloc&) {
         return funitel::kNoMemory;

@@ -190,6 +190,13 @@ struct LatentShape {
     int width() const { return rank + num_turned; }
 };
 
+// What tokens see of their context: a window of it, or all with 0, and spans whole; scores are capped, or not with 0.
+struct Sight {
+    int window;
+    bool is_whole;
+    float cap;
+};
+
 // The attention of a step.
 class LatentAttention {
   public:
@@ -230,12 +237,12 @@ class LatentAttention {
     // Attend queries [num_tokens, heads, head_dim] that were turned; `attended` are [num_tokens, heads, value_dim]. The
     // matrices that take a head's queries to latents are those from `first` on, and those that take values back follow.
     template <class T>
-    void attend(const Batch& batch, int layer, int window, float cap, int first, const float* queries,
-                float* attended, const std::vector<Scratch*>& scratch) {
+    void attend(const Batch& batch, int layer, const Sight& sight, int first, const float* queries, float* attended,
+                const std::vector<Scratch*>& scratch) {
         const size_t heads = shape_.num_heads;
         per_head(batch.num_tokens, first, queries_.as<float>(), heads * shape_.width(), shape_.width(),
                  queries, heads * shape_.head_dim, shape_.head_dim);
-        gather<T>(batch, layer, window, cap, scratch);
+        gather<T>(batch, layer, sight, scratch);
         per_head(batch.num_tokens, first + shape_.num_heads, attended, heads * shape_.value_dim, shape_.value_dim,
                  gathered_.as<float>(), heads * shape_.rank, shape_.rank);
     }
@@ -261,14 +268,13 @@ class LatentAttention {
     }
 
     template <class T>
-    void gather(const Batch& batch, int layer, int window, float cap, const std::vector<Scratch*>& scratch) {
+    void gather(const Batch& batch, int layer, const Sight& sight, const std::vector<Scratch*>& scratch) {
         const int heads = shape_.num_heads, num_pieces = divide_up(heads, kMaxQueries);
         const int each = divide_up(heads, num_pieces), num_items = static_cast<int>(layout_.items.size());
         for_each(threads_, num_items * num_pieces, [&](int chunk, int thread) {
             int index = num_items * num_pieces - 1 - chunk, head = index % num_pieces * each;  // longest contexts first
             const Layout::Item& item = layout_.items[index / num_pieces];
-            gather_item(paged<T>(batch, item.row, layer), item, head, std::min(each, heads - head), window, cap,
-                        *scratch[thread]);
+            gather_item(paged<T>(batch, item.row, layer), item, head, std::min(each, heads - head), sight, *scratch[thread]);
         });
         if (layout_.splits.empty()) return;
         for_each(threads_, static_cast<int>(layout_.splits.size()) * heads, [&](int chunk, int thread) {
@@ -299,27 +305,28 @@ class LatentAttention {
 
     // Some heads of an item.
     template <class T>
-    void gather_item(const PagedLatents<T>& source, const Layout::Item& item, int first_head, int num_heads, int window,
-                     float cap, Scratch& s) {
+    void gather_item(const PagedLatents<T>& source, const Layout::Item& item, int first_head, int num_heads,
+                     const Sight& sight, Scratch& s) {
         // Of few heads an item has several tokens, of many one.
         for (int t = 0; t < item.count; t += std::max(1, kMaxQueries / num_heads)) {
             int count = std::min(item.count - t, std::max(1, kMaxQueries / num_heads));
-            gather_tokens(source, item, item.first + t, count, first_head, num_heads, window, cap, s);
+            gather_tokens(source, item, item.first + t, count, first_head, num_heads, sight, s);
         }
     }
 
     template <class T>
     void gather_tokens(const PagedLatents<T>& source, const Layout::Item& item, int token, int num_tokens,
-                       int first_head, int num_heads, int window, float cap, Scratch& s) {
+                       int first_head, int num_heads, const Sight& sight, Scratch& s) {
         Queries all;
         const float* queries[kMaxQueries];
         all.count = num_tokens * num_heads;
-        all.cap = cap;
+        all.cap = sight.cap;
         all.has_slopes = false;
+        const int* ends = sight.is_whole ? layout_.ends_from(token) : nullptr;
         for (int q = 0; q < all.count; q++) {
             int position = layout_.positions[token + q / num_heads];
-            all.low[q] = window > 0 ? std::max(0, position + 1 - window) : 0;
-            all.high[q] = position + 1;
+            all.low[q] = sight.window > 0 ? std::max(0, position + 1 - sight.window) : 0;
+            all.high[q] = ends == nullptr ? position + 1 : ends[q / num_heads];
             queries[q] = query(token + q / num_heads, first_head + q % num_heads);
         }
         Gathered parts[kMaxQueries], gathered[kMaxQueries];

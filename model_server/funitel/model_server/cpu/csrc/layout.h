@@ -20,6 +20,7 @@ struct Layout {
     };
 
     std::vector<int> positions, rows_of;  // of each token
+    std::vector<int> visible_ends;        // of each token's context where it sees spans whole; empty: positions + 1
     std::vector<Item> items;
     std::vector<Split> splits;
     int num_slots = 0;
@@ -31,12 +32,20 @@ struct Layout {
         items.clear();
         splits.clear();
         num_slots = 0;
+        visible_ends.clear();
+        if (batch.visible_ends != nullptr) {
+            visible_ends.assign(batch.visible_ends, batch.visible_ends + batch.num_tokens);
+        }
         int token = 0, tile = std::max(1, kMaxQueries / group);
         for (int row = 0; row < batch.num_rows; row++) {
             int length = batch.lengths[row], start = batch.starts[row];
             for (int i = 0; i < length; i++) {
                 positions[token + i] = start + i;
                 rows_of[token + i] = row;
+            }
+            // No token sees what the step has not computed, whatever a caller says.
+            for (int i = 0; i < length && !visible_ends.empty(); i++) {
+                visible_ends[token + i] = std::clamp(visible_ends[token + i], start + i + 1, start + length);
             }
             int num_parts = start / part + 1;
             if (length == 1 && num_parts > 1) {
@@ -51,6 +60,9 @@ struct Layout {
             token += length;
         }
     }
+
+    // The ends of the contexts that tokens from `token` on see where spans are seen whole; null: positions + 1.
+    const int* ends_from(int token) const { return visible_ends.empty() ? nullptr : &visible_ends[token]; }
 };
 
 }  // namespace funitel

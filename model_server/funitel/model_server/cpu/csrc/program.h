@@ -15,7 +15,8 @@ enum Code : int32_t {
                  //                                 e: column of the buffer its outputs begin at; scale
     kRotate,     // queries and keys get positions, keys and values go to the pool
                  //                                 a: layer, b, c: their norms or -1, d: turn or -1; scale of queries
-    kAttend,     // attended = attention            a: layer, b: window or 0, c: vector of slopes or -1; cap or 0
+    kAttend,     // attended = attention            a: layer, b: window or 0, c: vector of slopes or -1,
+                 //                                 d: whether spans are seen whole; cap or 0
     kAdd,        // x += scale * partial
     kReduce,     // sum a buffer over the ranks, or return for the caller to do it   a: buffer, b: elements of a row
     kSelect,     // go on with the tokens that need logits
@@ -29,9 +30,11 @@ enum Code : int32_t {
                   //                                                  scale
     kTurnLatents,  // queries get positions, latents their norm and positions and go to the pool
                    //                               a: layer, b: norm of latents, d: turn or -1; scale of queries
-    kAttendLatents,  // attended = attention        a: layer, b: window or 0, d: matrix that takes the first head's queries
-                     //                             to latents, then the other heads', then those that take values back;
-                     //                             cap or 0
+    kAttendLatents,  // attended = attention        a: layer, b: window or 0, c: whether spans are seen whole, d: matrix
+                     //                             that takes the first head's queries to latents, then the other heads',
+                     //                             then those that take values back; cap or 0
+    kEnter,          // x = features, of tokens that have some
+    kDeepen,         // x += features that tokens have behind a layer     a: layer, counted from the model's first
 };
 enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits, kHeld, kQueryLatents, kLatents };
 enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate, kMultiply };
@@ -68,6 +71,13 @@ struct Batch {
     float* partial;  // [num_tokens, hidden_size]
     float* logits;   // [num_logits, logits_stride]
     const LowRankAdapter* const* adapters;  // [num_rows], null for rows without one; null where no row has one
+    const int32_t* rotary;        // [3][num_tokens], positions that turn heads, by axis; null: those in the sequence
+    const int32_t* visible_ends;  // [num_tokens], of the context that a token sees in layers that see spans whole; null:
+                                  // each token sees those before it and itself
+    // [1 + num_deep][num_tokens], each [hidden_size]: what takes the place of a token's embedding, then what is added behind
+    // layer 0, layer 1 and so on. Null for tokens without; null where no token has some.
+    const float* const* features;
+    int32_t num_deep;
 };
 
 constexpr int kDone = -1, kNoMemory = -2, kLostRank = -3;

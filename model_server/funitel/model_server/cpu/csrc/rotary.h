@@ -1,7 +1,10 @@
-// Rotary positions: pairs of a head's leading elements turn by angles that grow with the position.
+// Rotary positions: pairs of a head's leading elements turn by angles that grow with the position, or with one of the
+// three positions that tokens of images have.
 #pragma once
 
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "vector.h"
@@ -13,6 +16,7 @@ struct Turn {
     std::vector<float> frequencies;  // of each pair
     float amplitude;                 // multiplies cosines and sines
     bool is_interleaved;             // pairs are neighbours, instead of i and i + number of pairs
+    std::vector<int32_t> axes;       // whose position each pair turns by; empty: all by that of axis 0
     int first;                       // where its angles begin among those of a token
 
     int num_pairs() const { return static_cast<int>(frequencies.size()); }
@@ -20,11 +24,12 @@ struct Turn {
 
     // The cosines of a position's angles, then the sines.
     void fill(int position, float* angles) const {
-        for (int i = 0; i < num_pairs(); i++) {
-            float angle = static_cast<float>(position) * frequencies[i];
-            angles[i] = std::cos(angle) * amplitude;
-            angles[num_pairs() + i] = std::sin(angle) * amplitude;
-        }
+        fill_by(angles, [position](int) { return position; });
+    }
+
+    // The same of a token with a position on each axis, `stride` apart.
+    void fill(const int32_t* positions, size_t stride, float* angles) const {
+        fill_by(angles, [&](int pair) { return positions[axes.empty() ? 0 : axes[pair] * stride]; });
     }
 
     // Turn a head and scale it, with what does not turn.
@@ -39,6 +44,15 @@ struct Turn {
     }
 
   private:
+    template <class PositionOf>
+    void fill_by(float* angles, PositionOf position_of) const {
+        for (int i = 0; i < num_pairs(); i++) {
+            float angle = static_cast<float>(position_of(i)) * frequencies[i];
+            angles[i] = std::cos(angle) * amplitude;
+            angles[num_pairs() + i] = std::sin(angle) * amplitude;
+        }
+    }
+
     void rotate_halves(float* head, const float* cosines, const float* sines, float scale) const {
         int half = num_pairs();
         F16 factor = splat(scale);
