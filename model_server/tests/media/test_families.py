@@ -260,3 +260,14 @@ def test_items_that_do_not_fit_the_model_are_refused(case: str, tmp_path: Path) 
     assert len(service.cache) == 0
     service.encode(good).result()
     assert len(service.cache) == 1
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+def test_ranks_have_the_same_features(name: str, tmp_path: Path) -> None:
+    tiny = TINY_VISION[name]
+    tiny.write(tmp_path)
+    media = media_of(tiny, NUM_FEATURES[name])
+    first, second = (opened(tmp_path, tiny) for _ in range(2))
+    for service in (first, second):
+        service.encode(media).result()
+    assert error(first.features(media.key), second.features(media.key)) == 0.0
