@@ -32,7 +32,8 @@ def forward_drafted(runner: ModelRunner, active: Sequence[ActiveRow], drafts: Dr
     """Run the forward of a step with drafts: logits behind each draft too, row by row of those that are due."""
     spans, slots = runner.spans(active), iter(runner.scratch_slots)
     for i, tokens in drafts.items():
-        spans[i] = _drafted(spans[i], tokens, [next(slots) for _ in tokens] if runner.scratch_slots else [])
+        own = [next(slots) for _ in tokens] if runner.scratch_slots else []
+        spans[i] = _drafted(spans[i], tokens, own)
     logits = runner.forward(spans)
     return Scored(logits, [row.num_pending == count for row, count in active], [], 1)
 

@@ -110,11 +110,26 @@ def _pieces(spans: Sequence[RowSpan], most: int) -> list[list[tuple[int, RowSpan
     for place, span in enumerate(spans):
         begin = 0
         while span.logits == "all" and begin < len(span.tokens):
-            if not room:
+            end = _end_of_piece(span, begin, room)
+            if end == begin:
                 pieces.append([])
                 room = most
-            piece = span.part(begin, begin + room)
-            pieces[-1].append((place, piece))
-            begin += len(piece.tokens)
-            room -= len(piece.tokens)
+                end = max(_end_of_piece(span, begin, room), _first_end(span, begin))
+            pieces[-1].append((place, span.part(begin, end)))
+            room = max(0, room - (end - begin))
+            begin = end
     return pieces
+
+
+def _end_of_piece(span: RowSpan, begin: int, room: int) -> int:
+    """Where a piece of a span ends, of the tokens from `begin` on: not within tokens that see each other."""
+    end = min(begin + room, len(span.tokens))
+    cut = next((first for first, last in span.whole_spans if first < span.start + end < last), span.start + end)
+    return max(begin, cut - span.start)
+
+
+def _first_end(span: RowSpan, begin: int) -> int:
+    """The first place behind `begin` where a piece may end."""
+    at = span.start + begin
+    return next((last for first, last in span.whole_spans if first <= at < last), at + 1) - span.start
+

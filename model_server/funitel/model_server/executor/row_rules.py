@@ -14,6 +14,7 @@ import numpy as np
 
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules
+from funitel.model_server.sequence.media_plan import MediaPlan
 from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.proto.errors import InvalidRequest
@@ -28,13 +29,14 @@ class RowBeginning:
     """How the row of a sequence begins: with what an encoder reads of it, and what its completion comes behind.
 
     Penalties, the text and the grammar know the opening and the completion; of a resumed sequence `described` is the
-    part of the completion that its grammar describes.
+    part of the completion that its grammar describes. `media` are those of the prompt.
     """
 
     start: SequenceStart
     source: Sequence[int]
     opening: list[int]
     described: Sequence[int]
+    media: MediaPlan | None = None
 
 
 class RowRules:
@@ -43,6 +45,7 @@ class RowRules:
     takes_first_token = False
     """Of a request; see `Capability.FIRST_TOKEN`."""
     forces_tokens = False
+    takes_media = False
     max_prompt: int | None = None
     """Tokens of a prompt, where that is less than the model's context."""
 
@@ -53,6 +56,9 @@ class RowRules:
             InvalidRequest: the model cannot take it.
         """
         return RowBeginning(start, (), prompt, start.output_ids)
+
+    def check_chunk(self, row: SequenceState, count: int) -> None:
+        """Check that a row may compute `count` tokens in a step. Raises: InvalidRequest: it may not."""
 
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
         """What a row computes in a step of `count` of its tokens."""
