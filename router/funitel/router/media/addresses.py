@@ -43,7 +43,7 @@ def is_public(address: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FetchTarget:
     """A URL that may be fetched, taken apart; `host` is in lower case, `path` has the query."""
 
     scheme: str
@@ -79,7 +79,7 @@ class AllowedDomains:
     def __bool__(self) -> bool:
         return bool(self._domains)
 
-    def target(self, url: str) -> Target:
+    def target(self, url: str) -> FetchTarget:
         """Take a URL apart. Raises NotFetched unless it is one of http or https, of an allowed host."""
         if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
             raise NotFetched("is no URL: characters beyond ASCII and blanks must be escaped")
@@ -99,7 +99,7 @@ class AllowedDomains:
         if not any(domain.allows(host, port, scheme) for domain in self._domains):
             raise NotFetched(f"has a URL of {host}:{port}, which is not in --allowed-media-domains of this server")
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return Target(scheme, host, port, path)
+        return FetchTarget(scheme, host, port, path)
 
 
 def _read_domain(text: str) -> _Domain:
@@ -108,7 +108,7 @@ def _read_domain(text: str) -> _Domain:
     return _Domain(host.removeprefix("*."), host.startswith("*."), parts.port)
 
 
-async def checked_addresses(target: Target, ask: Resolve, allows_private: bool) -> list[str]:
+async def checked_addresses(target: FetchTarget, ask: Resolve, allows_private: bool) -> list[str]:
     """Resolve the host of a URL, once. Raises NotFetched where it has no address, or one that must not be used."""
     try:
         addresses = await ask(target.host, target.port)

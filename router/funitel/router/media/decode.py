@@ -4,6 +4,7 @@ Formats are told by their first bytes. Sizes are read from the header before any
 the orientation of EXIF is kept. Of an animation the first frame counts. What is transparent becomes white.
 """
 
+import struct
 from collections.abc import Iterator
 from io import BytesIO
 
@@ -95,9 +96,7 @@ def _orientation(image: Image.Image) -> int:
     """The orientation of EXIF; 1, which is upright, where EXIF cannot be read."""
     try:
         found = image.getexif().get(_ORIENTATION, 1)
-    except MemoryError:
-        raise
-    except Exception:  # the library raises any at damaged EXIF
+    except (SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, OSError, struct.error):
         return 1
     return found if isinstance(found, int) else 1
 

@@ -117,7 +117,7 @@ class FamilyFiles:
         return self.number(self.processor, "patch_size", self.vision.get("patch_size"))
 
     def named(self, name: str, default: str | None = None) -> str:
-        """The text of a token that the tokenizer names, or whose id config.json has.
+        """The text of a token that the tokenizer or config.json names.
 
         Raises:
             StartupError: there is no such token.

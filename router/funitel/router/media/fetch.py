@@ -12,7 +12,7 @@ import httpcore
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.version import version
-from funitel.router.media.addresses import AllowedDomains, NotFetched, Resolve, Target, checked_addresses, resolve
+from funitel.router.media.addresses import AllowedDomains, FetchTarget, NotFetched, Resolve, checked_addresses, resolve
 from funitel.router.media.interface import MediaSource
 from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.settings import RouterSettings
@@ -98,7 +98,7 @@ class Fetcher:
             raise NotFetched(_too_large(f"has {len(data)} bytes", self._max_bytes))
         return data
 
-    async def _fetch(self, url: str, target: Target, owner: bytes) -> bytes:
+    async def _fetch(self, url: str, target: FetchTarget, owner: bytes) -> bytes:
         """Follow redirects, each of which is checked as the first URL is."""
         try:
             async with self._semaphore.acquired(owner), asyncio.timeout(self._timeout):
@@ -120,7 +120,7 @@ class Fetcher:
             raise NotFetched(f"cannot be fetched: {error or type(error).__name__}") from None
         raise NotFetched(f"cannot be fetched: it leads to more than {MAX_REDIRECTS} other URLs")
 
-    async def _request(self, target: Target, addresses: list[str]) -> bytes | str:
+    async def _request(self, target: FetchTarget, addresses: list[str]) -> bytes | str:
         """Return the body of the answer, or where it redirects to."""
         url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
         headers: list[tuple[bytes | str, bytes | str]] = [

@@ -314,7 +314,7 @@ class AnyResolution(Planner):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchRows(Planner):
-    """Pixtral, Mistral 3: an image within a longest edge, whose rows of features end with a token each."""
+    """Pixtral, Mistral 3: an image within a longest edge; a token ends each row of its features."""
 
     longest_edge: tuple[int, int]  # of height and width
     patch_size: int  # of merged patches
