@@ -168,7 +168,7 @@ class LauncherSettings:
     chat_special_tokens: bool = _router("chat_special_tokens")
     strict_fields: bool = _router("strict_fields")
     openai_errors: bool = _router("openai_errors")
-    payload_limit: int = _router("payload_limit")
+    payload_limit: int | None = _router("payload_limit")
     max_connections: int | None = _router("max_connections")
     max_header_bytes: int = _router("max_header_bytes")
     header_timeout_seconds: float = _router("header_timeout_seconds")
