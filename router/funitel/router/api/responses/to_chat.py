@@ -45,6 +45,7 @@ from funitel.router.media.interface import MediaSource
 from funitel.router.serving.sampling_request import SamplingRequest
 
 ANY_OBJECT = '{"type": "object"}'
+_DETAILS = {"original": "high"}  # as finely as the model can
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -229,7 +230,7 @@ def _messages(instructions: str | None, items: Sequence[Item], first: int) -> It
 def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
     match item:
         case MessageItem():
-            parts = _content(item.content, f"input.{place}.content")
+            parts = _content(item.content, place, "content")
             check_role_of_media(item.role, parts)
             return ChatMessage.of_parts(item.role, parts, "" if item.role == "assistant" else "\n")
         case ReasoningItem():
@@ -239,19 +240,25 @@ def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
             call = PastToolCall(id=item.call_id, name=name, arguments=_arguments(item, place))
             return ChatMessage(role="assistant", tool_calls=(call,))
         case FunctionCallOutputItem():
-            parts = _content(item.output, f"input.{place}.output")
+            parts = _content(item.output, place, "output")
             name = calls[item.call_id]
             return ChatMessage.of_parts("tool", parts, "\n", tool_call_id=item.call_id, name=name)
 
 
-def _content(parts: Sequence[Part], place: str) -> list[ContentPart]:
-    """The texts and images of an item; `place` is that of its parts in the request."""
+def _content(parts: Sequence[Part], item: int, field: str) -> list[ContentPart]:
+    """The texts and images in a field of an item, which has a number in the request, or is stored."""
+    stored = "previous_response_id" if item < 0 else ""
     return [
-        MediaSource(MediaKind.IMAGE, f"{place}.{number}.image_url", part.image_url, detail=part.detail or "")
+        _image(part, stored or f"input.{item}.{field}.{number}.image_url")
         if isinstance(part, InputImage)
         else part.text
         for number, part in enumerate(parts)
     ]
+
+
+def _image(part: InputImage, place: str) -> MediaSource:
+    detail = part.detail or ""
+    return MediaSource(MediaKind.IMAGE, place, part.image_url, detail=_DETAILS.get(detail, detail))
 
 
 def _arguments(item: FunctionCallItem, place: int) -> dict[str, Any]:
