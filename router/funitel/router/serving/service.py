@@ -12,11 +12,10 @@ from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.proto.settings.fields import require
-from funitel.proto.step import MediaKind
 from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
 from funitel.router.core.drain import SHUTTING_DOWN, Drain
-from funitel.router.core.request import DEFAULT_MODEL
+from funitel.router.core.request import DEFAULT_MODEL, MediaKinds
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
@@ -116,7 +115,7 @@ class Service:
             raise WrongTask(f"the model served here does not generate text: it is an encoder for {self._encoder.words}")
 
     @property
-    def media_kinds(self) -> frozenset[MediaKind]:
+    def media_kinds(self) -> MediaKinds:
         """Which media prompts may have: those that can be prepared here, and encoded by the shards."""
         facts = None if self._engine is None else self._engine.limits.media
         return frozenset() if facts is None or self.media is None else facts.kinds & self.media.kinds
