@@ -8,23 +8,31 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.proto.settings.fields import require
 from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
 from funitel.router.core.drain import SHUTTING_DOWN, Drain
-from funitel.router.core.request import DEFAULT_MODEL
+from funitel.router.core.request import DEFAULT_MODEL, MediaKinds
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
+from funitel.router.media.service import MediaService
 from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.serving.admission_gate import TokenizeLimit
 from funitel.router.serving.running import RunningRequests
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, TEXT_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
-from funitel.router.text.model_files import ModelOrigin, RecommendedSampling, find_model_folder, read_recommended
+from funitel.router.text.model_files import (
+    ModelFiles,
+    ModelOrigin,
+    RecommendedSampling,
+    find_model_folder,
+    read_recommended,
+)
 from funitel.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,6 +61,7 @@ class Service:
         self._warming: asyncio.Task[None] | None = None
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
+        self.media: MediaService | None = None  # None: prompts are text
         self._encoder: EncoderService | None = None
         self.validating = FairSemaphore(1, 1)
         self.tokenize_limit = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
@@ -106,6 +115,24 @@ class Service:
             raise WrongTask(f"the model served here does not generate text: it is an encoder for {self._encoder.words}")
 
     @property
+    def media_kinds(self) -> MediaKinds:
+        """Which media prompts may have: those that can be prepared here, and encoded by the shards."""
+        facts = None if self._engine is None else self._engine.limits.media
+        return frozenset() if facts is None or self.media is None else facts.kinds & self.media.kinds
+
+    @property
+    def modalities(self) -> list[str] | None:
+        """The names of what prompts may have, beginning with text; None where it is text alone."""
+        names = [kind.name.lower() for kind in sorted(self.media_kinds)]
+        return ["text", *names] if names else None
+
+    @property
+    def payload_limit(self) -> int:
+        """Bytes that the body of a request may have: more where images come in it, unless the operator says so."""
+        given = self.settings.payload_limit
+        return given or (MEDIA_PAYLOAD_LIMIT if self.media_kinds else TEXT_PAYLOAD_LIMIT)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises NotReady until the engine is connected too."""
         if self._tokenizer is None or (self._engine is None and self._encoder is None):
@@ -147,6 +174,7 @@ class Service:
     async def _start(self, connect: Connect) -> None:
         settings = self.settings
         folder = await asyncio.to_thread(find_model_folder, settings.tokenizer_name, settings.revision)
+        config = Path(settings.tokenizer_config_path) if settings.tokenizer_config_path else None
         self._tokenizer = await asyncio.to_thread(
             partial(
                 Tokenizer.load,
@@ -175,6 +203,10 @@ class Service:
                 require(not located, f"--lora-adapters is for models that generate text, this is an {words}")
                 self._encoder = encoder
             else:
+                if limits.media is not None:
+                    self.media = await asyncio.to_thread(
+                        MediaService.create, settings, ModelFiles(folder, config), self._tokenizer.pool.tokenizer
+                    )
                 self._stage = "starting: loading adapters"
                 await self.adapters.load_listed(engine, located)
                 self._engine = engine
@@ -215,5 +247,7 @@ class Service:
         if self._warming is not None:
             self._warming.cancel()
             await asyncio.gather(self._warming, return_exceptions=True)
+        if self.media is not None:
+            await self.media.close()
         if self._tokenizer is not None:
             await self._tokenizer.close()

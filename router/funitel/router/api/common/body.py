@@ -29,8 +29,7 @@ from funitel.router.api.common.schema_base import Body, unsupported_type
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import check_model
 from funitel.router.middleware.operation import route_of
-from funitel.router.sandbox.fair_semaphore import FairSemaphore
-from funitel.router.settings import RouterSettings
+from funitel.router.serving.service import Service
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE, Client
 
 
@@ -50,8 +49,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _RAW, _PARSED, _NUM_VALUES = "funitel.bytes", "funitel.body", "funitel.num_values"
 
 
-async def read_body(request: Request, model: type[B], settings: RouterSettings, thread: FairSemaphore) -> B:
-    """Read and check a request's body of at most `payload_limit` bytes; one of many values in a `thread` by itself.
+async def read_body(request: Request, model: type[B], service: Service) -> B:
+    """Read and check the body of a request to a `service`; one of many values in a thread, one at a time.
 
     Unknown fields are ignored, with one warning for each name; with `strict_fields` they are errors.
 
@@ -62,12 +61,12 @@ async def read_body(request: Request, model: type[B], settings: RouterSettings, 
         Forbidden: it asks for a model that the API key is not for.
         InvalidRequest: it is JSON of another shape; names the first field at fault.
     """
-    content = await read_json(request, settings.payload_limit)
-    policy = FieldPolicy(settings.strict_fields)
+    content = await read_json(request, service.payload_limit)
+    policy = FieldPolicy(service.settings.strict_fields)
     if request.scope[_NUM_VALUES] <= FEW_VALUES:
         body = _validated(content, model, policy)
     else:
-        async with thread.acquired(request_context.current().owner):
+        async with service.validating.acquired(request_context.current().owner):
             body = await asyncio.to_thread(_validated, content, model, policy)
     policy.warn(route_of(request.scope))
     return body

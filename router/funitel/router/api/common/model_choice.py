@@ -85,7 +85,7 @@ class ModelChoice:
             return scope["path_params"][NAME]
         if not self._has_body:
             return None
-        content = await read_json(HttpRequest(scope, receive), self._models.own.settings.payload_limit)
+        content = await read_json(HttpRequest(scope, receive), self._models.payload_limit)
         if not isinstance(content, dict):
             return None
         asked = next((found for field in FIELDS if (found := content.get(field)) is not None), None)
@@ -100,7 +100,7 @@ class ModelChoice:
         arrived = Arrival.of(request)
         scope[ARRIVED] = arrived.at
         if self._has_body:
-            await receive_body(request, self._models.own.settings.payload_limit)
+            await receive_body(request, self._models.payload_limit)
         limit = model.entry.request_limit or self._models.own.settings.max_concurrent_requests
         began = time.monotonic()
         try:
