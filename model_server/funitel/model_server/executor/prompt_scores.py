@@ -6,7 +6,7 @@ all else of its step. So such a step computes in several forwards, none of which
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -113,8 +113,8 @@ def _pieces(spans: Sequence[RowSpan], most: int) -> list[list[tuple[int, RowSpan
             if not room:
                 pieces.append([])
                 room = most
-            piece = span.part(begin, begin + room)
-            pieces[-1].append((place, piece))
-            begin += len(piece.tokens)
-            room -= len(piece.tokens)
+            tokens = span.tokens[begin : begin + room]
+            pieces[-1].append((place, replace(span, tokens=tokens, start=span.start + begin)))
+            begin += len(tokens)
+            room -= len(tokens)
     return pieces
