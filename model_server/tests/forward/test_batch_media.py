@@ -90,7 +90,3 @@ def test_a_part_of_a_row_has_its_own() -> None:
     assert part.rotary is not None
     assert part.rotary.tolist() == axes(4, 3).tolist()
     assert row.part(4, 5).media == ()
-    longer = row.followed_by([7, 8])
-    assert (longer.tokens, longer.end) == ([1, 9, 9, 9, 2, 7, 8], 11)
-    assert longer.rotary is not None
-    assert longer.rotary.tolist() == axes(2, 7).tolist()

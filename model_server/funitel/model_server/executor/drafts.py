@@ -41,7 +41,7 @@ def forward_drafted(runner: ModelRunner, active: Sequence[ActiveRow], drafts: Dr
 def _drafted(span: RowSpan, drafts: Sequence[int], slots: Sequence[int]) -> RowSpan:
     """What a row computes with drafts; the state before each of them goes to one of `slots`, if there are any."""
     saves = tuple(StateSave(span.end + i, slot) for i, slot in enumerate(slots))
-    return replace(span.followed_by(drafts), logits="all", state_saves=(*span.state_saves, *saves))
+    return replace(span, tokens=[*span.tokens, *drafts], logits="all", state_saves=(*span.state_saves, *saves))
 
 
 def settle_drafts(

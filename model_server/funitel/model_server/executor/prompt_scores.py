@@ -6,7 +6,7 @@ all else of its step. So such a step computes in several forwards, none of which
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np

@@ -67,13 +67,6 @@ class RowSpan:
         media = tuple([each for each in (_media_within(item, begin, end) for item in self.media) if len(each.places)])
         return replace(self, tokens=self.tokens[begin:end], start=self.start + begin, rotary=rotary, media=media)
 
-    def followed_by(self, tokens: Sequence[int]) -> "RowSpan":
-        """The same row with tokens of text behind these."""
-        rotary = self.rotary
-        if rotary is not None:
-            rotary = np.concatenate((rotary, rotary[:, -1:] + np.arange(1, len(tokens) + 1)), axis=1)
-        return replace(self, tokens=[*self.tokens, *tokens], rotary=rotary)
-
 
 def _media_within(media: RowMedia, begin: int, end: int) -> RowMedia:
     """What of media falls on the tokens [begin, end) of a row, counted from there."""
