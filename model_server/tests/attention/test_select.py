@@ -17,7 +17,7 @@ from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.spec.model_spec import ModelSpec, Position
+from funitel.model_server.spec.model_spec import ModelSpec, Position, WholeSpans
 from funitel.proto.errors import SettingsError
 from funitel_testing.flash import fake_flash_2, fake_flash_3
 
@@ -103,6 +103,21 @@ def test_flash_attn_refuses_what_it_would_leave_out(make: Any) -> None:
         make(spec(has_sinks=True), 256, CPU, torch.bfloat16)
     with pytest.raises(ValueError, match="it does not attend within chunks"):
         make(spec(chunk_sizes=(None, 8)), 256, CPU, torch.bfloat16)
+    with pytest.raises(ValueError, match="it does not let tokens of an image see those behind them"):
+        make(spec(whole_spans=WholeSpans.ALL), 256, CPU, torch.bfloat16)
+
+
+def test_kernels_that_leave_out_spans_are_found_wrong() -> None:
+    class Causal(TorchAttention):
+        """Lets no token see those behind it."""
+
+        def attend(self, query: Any, cache: Any, layer: int, plan: Any, rule: AttentionRule) -> Any:
+            return super().attend(query, cache, layer, plan, replace(rule, sees_spans=False))
+
+    reference, causal = TorchAttention(16, CPU), Causal(16, CPU)
+    check.KernelCheck(spec(), HEADS, 16, CPU, torch.float32).check(causal, reference)
+    with pytest.raises(ValueError, match="a probe is off"):
+        check.KernelCheck(spec(whole_spans=WholeSpans.WINDOWS), HEADS, 16, CPU, torch.float32).check(causal, reference)
 
 
 def test_the_triton_kernels_refuse_chunks() -> None:

@@ -16,6 +16,7 @@ from funitel.model_server.tools.spec import check
 from funitel.proto.errors import NoRow
 from funitel_testing import forward_worker
 from funitel_testing.families import TOLERANCE
+from funitel_testing.media_zoo import IMAGES
 from funitel_testing.threads import on_ranks
 from funitel_testing.zoo import HIDDEN, ZOO
 
@@ -136,7 +137,8 @@ def test_a_text_without_a_row_is_left_to_transformers(text: Any) -> None:
 
 
 def test_every_wrapper_is_held_against_transformers() -> None:
-    held = {f"{kind}ForConditionalGeneration" for kind, *_ in CASES.values()}
+    kinds = {kind for kind, *_ in CASES.values()} | {tiny.kind for tiny in IMAGES.values()}
+    held = {f"{kind}ForConditionalGeneration" for kind in kinds}
     assert WRAPPED.keys() == held | {"Gemma3nForConditionalGeneration"}
 
 

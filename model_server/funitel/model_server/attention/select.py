@@ -18,7 +18,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.spec.model_spec import ModelSpec, Position
+from funitel.model_server.spec.model_spec import ModelSpec, Position, WholeSpans
 from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,9 @@ class KernelCheck:
         self._dtype = dtype
         self._kv_dtype = kv_dtype or dtype
         sinks = torch.linspace(-1, 1, heads.num_heads, device=device) if spec.has_sinks else None
-        self._rule = AttentionRule(spec.score_scale, spec.window(0), spec.attention_softcap, sinks=sinks)
+        self._sees_spans = spec.whole_spans is not WholeSpans.NONE
+        window, softcap = spec.window(0), spec.attention_softcap
+        self._rule = AttentionRule(spec.score_scale, window, softcap, sinks=sinks, sees_spans=self._sees_spans)
 
     @property
     def decode(self) -> Rows:
@@ -115,18 +117,22 @@ class KernelCheck:
 
         The kernels of the model's widths are compiled on the way, so that no request waits for them.
         """
-        attend = self._step(rows)
-        check_probe(attend(backend), attend(reference))
+        for has_spans in (False, True) if self._sees_spans else (False,):
+            attend = self._step(rows, has_spans=has_spans)
+            check_probe(attend(backend), attend(reference))
 
     def seconds(self, backends: Sequence[AttentionBackend], rows: Rows, stopwatch: Stopwatch) -> list[float]:
         """How long each takes for a step of these rows."""
         attend = self._step(rows)
         return [stopwatch(lambda backend=backend: attend(backend)) for backend in backends]  # type: ignore[misc]
 
-    def _step(self, rows: Rows) -> Callable[[AttentionBackend], torch.Tensor]:
+    def _step(self, rows: Rows, *, has_spans: bool = False) -> Callable[[AttentionBackend], torch.Tensor]:
         needed = [-(-sum(row) // self._block_size) for row in rows]
         tables = np.split(np.arange(1, sum(needed) + 1, dtype=np.int32), np.cumsum(needed)[:-1])
-        spans = [RowSpan([0] * n, start, table) for (start, n), table in zip(rows, tables, strict=True)]
+        spans = [
+            RowSpan([0] * n, start, table, whole_spans=((start + n // 2, start + n),) if has_spans else ())
+            for (start, n), table in zip(rows, tables, strict=True)
+        ]
         batch = ForwardBatch.build(spans, self._block_size, self._device)
         cache = KVCache(self._spec, self._heads, sum(needed) + 1, self._block_size, self._kv_dtype, self._device)
         generator = seeded_generator(0, self._device)

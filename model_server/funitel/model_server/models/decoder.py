@@ -142,12 +142,10 @@ class Decoder:
         if not self.spec.is_first:
             assert self.boundary is not None, "another stage has the first layer"
             return self.boundary.take_over(self.spec, batch.num_tokens)
-        ids = batch.input_ids
-        if batch.media is not None:
-            embeddings = self.spec.layer_embeddings
-            ids = batch.media.hide(ids, 0 if embeddings is None else embeddings.media_token)
-        x = self.token_embedding(ids, batch)
-        further = None if self.layer_embeddings is None else self.layer_embeddings(ids, x)
+        x = self.token_embedding(batch)
+        further = None
+        if self.layer_embeddings is not None:
+            further = self.layer_embeddings(self.token_embedding.ids(batch), x)
         return x if self.streams is None else self.streams.spread(x), further
 
 
@@ -176,11 +174,18 @@ class TokenEmbedding:
         specs = {spec.rotary_of(i) for i in spec.held_layers} - {None}
         self.rotaries = [Rotary(each, spec.head_dim, weights.device) for each in specs if each is not None]
 
-    def __call__(self, ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of tokens `ids` [num_tokens], and of the media of a batch."""
+    def ids(self, batch: ForwardBatch) -> torch.Tensor:
+        """Tokens [num_tokens], in the places of media one that has embeddings."""
+        if batch.media is None:
+            return batch.input_ids
+        embeddings = self.spec.layer_embeddings
+        return batch.media.hide(batch.input_ids, 0 if embeddings is None else embeddings.media_token)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size]."""
         spec = self.spec
         assert self.embedding is not None, "another stage has the embedding"
-        x = self.embedding(ids)
+        x = self.embedding(self.ids(batch))
         if spec.embedding_scale != 1.0:
             x = x * spec.embedding_scale
         x = x if self.norm is None else self.norm(x)
