@@ -173,6 +173,8 @@ class FusedDecoder:
         if has_media:
             media = _MediaArrays(batch)
             media.enter(request)
+            if media.has_features:
+                self.program.take_features()
         at = self._engine.run(request, 0)
         while at != DONE:
             buffer, width = self.program.reduced_at(at)
@@ -224,6 +226,11 @@ class _MediaArrays:
             row_bytes = numbers.shape[1] * numbers.itemsize
             line[tokens] = numbers.data_ptr() + np.arange(len(numbers), dtype=np.uintp) * row_bytes
             self._kept.append(numbers)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether a token has features in place of its embedding."""
+        return self._features is not None
 
     def enter(self, request: Batch) -> None:
         """Point a request to them; they are to outlive its step."""

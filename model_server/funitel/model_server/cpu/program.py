@@ -16,6 +16,8 @@ from funitel.model_server.cpu.tensors import NONE, Matrices, Vectors
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement
 
+_OF_FEATURES = (Code.ENTER, Code.DEEPEN)
+
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
@@ -53,6 +55,7 @@ class Program:
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._operations: list[NativeOperation] = []
         self.is_limited = False  # see `limit_to`
+        self._takes_features = False  # see `take_features`
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
         self.num_kv_layers, self.num_kv_heads = len(spec.held_layers), self._heads.num_kv_heads
         self.kv_kind = tier.kv_kind(spec, block_size, activations) if kv_kind is None else kv_kind
@@ -74,8 +77,17 @@ class Program:
         self.sharded_bytes = self._matrices.sharded_bytes
         self.total_sharded_bytes = self._matrices.total_sharded_bytes
         self.kinds = self._matrices.kinds
-        self._current = self._operations
+        self._set(self._operations)
+
+    def _set(self, operations: list[NativeOperation]) -> None:
+        self._current = [each for each in operations if self._takes_features or each.code not in _OF_FEATURES]
         self.engine.set_program(self._current)
+
+    def take_features(self) -> None:
+        """Have steps from the next one on take features of tokens; before, they have no operations for these."""
+        if not self._takes_features:
+            self._takes_features = True
+            self._set(self._operations)
 
     def reduced_at(self, at: int) -> tuple[Buffer, int]:
         """What is to be summed over the ranks before the program goes on at operation `at`: so much of each row."""
@@ -88,11 +100,11 @@ class Program:
         Layers are counted from the first one here.
         """
         self.is_limited = layers is not None
-        self._current = self._operations
+        operations = self._operations
         if layers is not None:
             first, last = self._starts[layers.start], self._starts[layers.stop]
-            self._current = self._operations[: self._starts[0]] + self._operations[first:last]
-        self.engine.set_program(self._current)
+            operations = operations[: self._starts[0]] + operations[first:last]
+        self._set(operations)
 
     def _shape(self, block_size: int, num_threads: int, activations: ActivationDtype) -> Shape:
         spec, latent = self._spec, self._spec.latent
