@@ -174,7 +174,7 @@ class WhisperOracle:
         inputs = {"input_features": features.input_features, "attention_mask": features.attention_mask}
         window = features.input_features[..., : WINDOW_SECONDS * 100]
         detected = int(self.model.detect_language(input_features=window)[0])
-        code = language or self.tokenizer.id_to_token(detected).strip("<|>")
+        code = language or str(self.tokenizer.id_to_token(detected)).strip("<|>")
         if prompt:
             ids = [IDS["<|startofprev|>"], *self.tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False).ids]
             inputs["prompt_ids"] = torch.tensor(ids)
@@ -203,8 +203,8 @@ def sound(seconds: float, seed: int = 0) -> np.ndarray:
     """Gliding tones with noise and pauses, [seconds x RATE] float32 between -1 and 1, as 16 bit would have them."""
     random = np.random.default_rng(seed)
     count = int(seconds * RATE)
-    pieces = []
-    while sum(map(len, pieces)) < count:
+    pieces: list[np.ndarray] = []
+    while sum(len(piece) for piece in pieces) < count:
         length = int(random.uniform(0.2, 1.5) * RATE)
         begin, end = random.uniform(80, 4000, 2)
         phase = 2 * np.pi * np.cumsum(np.linspace(begin, end, length)) / RATE
