@@ -1,8 +1,10 @@
 """Images in the requests of every API: where they stand in the prompt, what they count, and what is refused."""
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 import tokenizers
 from fake_media import FACTS, IMAGE, NUM_TOKENS, FakeMedia, key_of, with_images
 from fakes import LIMITS, FakeEngine, Serve, write_model
+from media_oracles import ORACLES, TOKENIZER
+from PIL import Image
 
 from funitel.proto.step import MediaKind
 from funitel.router.settings import RouterSettings
@@ -127,12 +131,12 @@ async def test_several_images_and_a_result_of_a_tool(
 async def test_anthropics_messages(
     client: httpx.AsyncClient, engine: FakeEngine, media: FakeMedia, model: Path, stream: bool
 ) -> None:
-    base64 = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aWNv"}}
+    given = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aWNv"}}
     url = {"type": "image", "source": {"type": "url", "url": "http://b"}}
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [url, text("seen")], "is_error": True}
     messages = [
-        {"role": "user", "content": [text("a"), base64, text("b"), text("c")]},
+        {"role": "user", "content": [text("a"), given, text("b"), text("c")]},
         {"role": "assistant", "content": [use]},
         {"role": "user", "content": [result, text("So?")]},
     ]
@@ -382,3 +386,29 @@ async def test_the_service_of_media_ends_with_the_server(serve: Serve, engine: F
         assert not media.is_closed
     assert media.is_closed
     assert media.kinds == {MediaKind.IMAGE}
+
+
+async def test_real_images_of_a_real_processor(tmp_path: Path, serve: Serve, engine: FakeEngine) -> None:
+    """Qwen2-VL's processor: an image of 56 x 84 pixels has 2 x 3 merged patches."""
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    ORACLES["qwen2-vl"].write(folder)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    config = {"chat_template": BOTH.replace("<image>", mark)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = BytesIO()
+    Image.new("RGB", (84, 56), "red").save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    async with serve(engine, tokenizer_name=str(folder)) as client:
+        response = await client.post("/v1/chat/completions", json=openai(image_url(url), text(mark), image_url(url)))
+        assert response.status_code == 200, response.text
+        response = await client.post("/v1/chat/completions", json=openai(image_url(url.replace("PNG", "PDF", 1)[:-40])))
+        assert response.status_code == 422
+    placeholder = TOKENIZER.token_to_id("<|image_pad|>")
+    request = engine.requests[-1]
+    first, second = request.media
+    assert first.input.key == second.input.key
+    assert (first.span.length, first.span.grid, first.input.num_features) == (6, (1, 2, 3), 6)
+    assert all(set(request.input_ids[each.span.position : each.span.end]) == {placeholder} for each in request.media)
+    assert request.input_ids.count(placeholder) == 12
