@@ -330,7 +330,8 @@ def template_of(marker: str) -> str:
         "{% for m in messages %}[{{ m.role }}] {% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}{% if part.type == 'image' %}"
         + marker
-        + "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}[assistant]"
+        + "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+        + "[assistant]"
     )
 
 

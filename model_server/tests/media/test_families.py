@@ -15,7 +15,7 @@ from transformers import Gemma4ImageProcessorPil, Qwen2VLImageProcessorPil
 from funitel.model_server.media.families.load import open_media, tower_bytes
 from funitel.model_server.media.families.table import FAMILIES
 from funitel.model_server.media.interface import MediaFeatures
-from funitel.model_server.media.service import MediaService
+from funitel.model_server.media.service import FeatureService
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models.estimate import needs_of
 from funitel.proto.errors import InvalidRequest, WeightsError
@@ -34,7 +34,7 @@ NUM_FEATURES = {
 }
 
 
-def opened(folder: Path, tiny: TinyVision, **settings: Any) -> MediaService:
+def opened(folder: Path, tiny: TinyVision, **settings: Any) -> FeatureService:
     found = open_media(
         ModelServerSettings(model_id=str(folder), **settings), folder, tiny.architecture, torch.float32, CPU
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from funitel.model_server.media.interface import MediaFeatures, Yield
-from funitel.model_server.media.service import MediaService
+from funitel.model_server.media.service import FeatureService
 from funitel.proto.errors import InvalidRequest, ResourceExhausted
 from funitel.proto.step import MediaFacts, MediaInput, MediaKind
 
@@ -41,7 +41,7 @@ def sound(key: bytes, num_features: int = 3) -> MediaInput:
 
 def test_an_item_is_encoded_once() -> None:
     encoder = Sounds()
-    service = MediaService(encoder, 100, CPU)
+    service = FeatureService(encoder, 100, CPU)
     assert service.facts == MediaFacts(kinds=encoder.kinds, cache_bytes=100, feature_bytes=8)
     futures = [service.encode(sound(key)) for key in (b"a", b"b", b"a", b"b")]
     wait(futures)
@@ -55,7 +55,7 @@ def test_an_item_is_encoded_once() -> None:
 
 def test_what_has_no_room_is_refused_before_it_is_computed() -> None:
     encoder = Sounds()
-    service = MediaService(encoder, 100, CPU)
+    service = FeatureService(encoder, 100, CPU)
     service.encode(sound(b"a", 10)).result()
     with pytest.raises(ResourceExhausted, match="the media cache is full"):
         service.encode(sound(b"b", 5)).result()
@@ -68,7 +68,7 @@ def test_what_has_no_room_is_refused_before_it_is_computed() -> None:
 
 def test_clearing_waits_for_what_is_encoded() -> None:
     encoder = Sounds()
-    service = MediaService(encoder, 100, CPU)
+    service = FeatureService(encoder, 100, CPU)
     encoder.goes_on.clear()
     encoding = service.encode(sound(b"a"))
     clearing = threading.Thread(target=service.clear)

@@ -224,7 +224,7 @@ class Executor:
         self.adapters.unload(adapter_id)
 
     def encode_media(self, media: MediaInput) -> Future[int]:
-        """Encode an image or a sound, so that later steps may name it; see `MediaService.encode`. From any thread.
+        """Encode an image or a sound, so that later steps may name it; see `FeatureService.encode`. From any thread.
 
         Raises:
             InvalidRequest: this model takes none.

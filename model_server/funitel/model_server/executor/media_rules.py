@@ -9,14 +9,14 @@ from funitel.model_server.executor.row_rules import RowBeginning, RowRules, Stat
 from funitel.model_server.forward.batch import RowMedia, RowSpan
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.media.positions import axis_positions
-from funitel.model_server.media.service import MediaService
+from funitel.model_server.media.service import FeatureService
 from funitel.model_server.sequence.media_plan import MediaPlan, PlannedMedia
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import MediaSpan, SequenceStart
 
 
-def choose_rules(given: RowRules | None, pools: Pools, media: MediaService | None) -> RowRules:
+def choose_rules(given: RowRules | None, pools: Pools, media: FeatureService | None) -> RowRules:
     """The rules that are given, or a decoder's; with those of media where features take the place of embeddings."""
     rules = given or (RowRules() if pools.state_layout is None else StateRules())
     return rules if media is None or not media.encoder.placeholder_ids else MediaRules(rules, media)
@@ -30,7 +30,7 @@ class MediaRules(RowRules):
 
     takes_media = True
 
-    def __init__(self, inner: RowRules, media: MediaService) -> None:
+    def __init__(self, inner: RowRules, media: FeatureService) -> None:
         self.takes_first_token = inner.takes_first_token
         self.forces_tokens = inner.forces_tokens
         self.max_prompt = inner.max_prompt

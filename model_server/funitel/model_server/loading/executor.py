@@ -17,7 +17,7 @@ from funitel.model_server.gpu_sampling.ops import choose_maths
 from funitel.model_server.kv_cache.disk_tier import disk_tier_of
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.loading.common import Loaded, info_of, log_loaded, options_of
-from funitel.model_server.media.service import MediaService
+from funitel.model_server.media.service import FeatureService
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelFacts
@@ -42,7 +42,7 @@ def make_executor(
     eos_token_ids: frozenset[int],
     rules: RowRules | None = None,
     drafter: Drafter | None = None,
-    media: MediaService | None = None,
+    media: FeatureService | None = None,
 ) -> LoadedShard:
     """The executor of a loaded model, by default with the rules of a decoder; on a GPU it samples on the device.
 

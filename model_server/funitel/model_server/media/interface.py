@@ -31,7 +31,7 @@ class MediaFeatures:
 class MediaEncoder(Protocol):
     """An encoder of images or sounds. It knows neither calls nor the cache.
 
-    It is registered by giving a `MediaService` of it to `make_executor`.
+    It is registered by giving a `FeatureService` of it to `make_executor`.
     """
 
     @property

@@ -13,7 +13,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import MediaFacts, MediaInput
 
 
-class MediaService:
+class FeatureService:
     """What a rank does with media; there are no collectives in it.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.media.families.pixels import PixelRules
-from funitel.model_server.media.families.table import FamilyRow
+from funitel.model_server.media.families.table import TowerRow
 from funitel.model_server.media.interface import MediaFeatures, Yield
 from funitel.model_server.media.small_parts import SmallParts
 from funitel.proto.errors import InvalidRequest
@@ -27,7 +27,7 @@ class VisionEncoder:
 
     kinds = frozenset([MediaKind.IMAGE])
 
-    def __init__(self, row: FamilyRow, model: Any, rules: PixelRules, device: torch.device) -> None:
+    def __init__(self, row: TowerRow, model: Any, rules: PixelRules, device: torch.device) -> None:
         config = model.config
         self.has_axes = row.has_axes
         self.has_whole_spans = row.has_whole_spans(config)

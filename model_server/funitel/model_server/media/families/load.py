@@ -14,7 +14,7 @@ from funitel.model_server.media.families.encoder import VisionEncoder
 from funitel.model_server.media.families.pixels import read_rules
 from funitel.model_server.media.families.table import FAMILIES
 from funitel.model_server.media.families.tower import load_tower
-from funitel.model_server.media.service import MediaService
+from funitel.model_server.media.service import FeatureService
 from funitel.model_server.settings import ModelServerSettings
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def tower_bytes(folder: Path, architecture: str, dtype: torch.dtype, device: tor
 
 def open_media(
     settings: ModelServerSettings, folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
-) -> tuple[MediaService, Weights] | None:
+) -> tuple[FeatureService, Weights] | None:
     """The media of the model in `folder`, and the weights that count its tower; None where it takes text alone.
 
     The reason of the latter is logged where the model has a vision tower.
@@ -84,4 +84,4 @@ def open_media(
         "images are taken: vision_tower=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
         *(row.model, weights.dtype, weights.held_bytes, max_bytes),
     )
-    return MediaService(encoder, max_bytes, device), weights
+    return FeatureService(encoder, max_bytes, device), weights

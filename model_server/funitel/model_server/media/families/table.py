@@ -17,7 +17,7 @@ Inputs = dict[str, Any]  # arguments of `get_image_features`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyRow:
+class TowerRow:
     """A family.
 
     `model` is the class in transformers, of which the parts `left_out` are dropped. `inputs` makes what
@@ -164,15 +164,15 @@ def _projected(model: Model, output: Any) -> MediaFeatures:
     return MediaFeatures(model.multi_modal_projector(hidden.reshape(-1, hidden.shape[-1])))
 
 
-def _idefics(model: str) -> FamilyRow:
-    return FamilyRow(model=model, left_out=("text_model",), inputs=_square_tiles, features=_pooled, statistics=HALF)
+def _idefics(model: str) -> TowerRow:
+    return TowerRow(model=model, left_out=("text_model",), inputs=_square_tiles, features=_pooled, statistics=HALF)
 
 
-def _qwen(model: str, features: Callable[[Model, Any], MediaFeatures] = _pooled) -> FamilyRow:
-    return FamilyRow(model=model, inputs=_patches_with_grid, features=features, has_axes=True)
+def _qwen(model: str, features: Callable[[Model, Any], MediaFeatures] = _pooled) -> TowerRow:
+    return TowerRow(model=model, inputs=_patches_with_grid, features=features, has_axes=True)
 
 
-FAMILIES: Mapping[str, FamilyRow] = {
+FAMILIES: Mapping[str, TowerRow] = {
     "Idefics3ForConditionalGeneration": _idefics("Idefics3Model"),
     "SmolVLMForConditionalGeneration": _idefics("SmolVLMModel"),
     "Qwen2VLForConditionalGeneration": _qwen("Qwen2VLModel"),
@@ -181,14 +181,14 @@ FAMILIES: Mapping[str, FamilyRow] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen("Qwen3VLMoeModel", _with_deep),
     "Qwen3_5ForConditionalGeneration": _qwen("Qwen3_5Model"),
     "Qwen3_5MoeForConditionalGeneration": _qwen("Qwen3_5MoeModel"),
-    "Gemma3ForConditionalGeneration": FamilyRow(
+    "Gemma3ForConditionalGeneration": TowerRow(
         model="Gemma3Model",
         inputs=_tiles,
         features=_pooled,
         statistics=HALF,
         has_whole_spans=lambda config: True,
     ),
-    "Gemma4ForConditionalGeneration": FamilyRow(
+    "Gemma4ForConditionalGeneration": TowerRow(
         model="Gemma4Model",
         left_out=("language_model", "audio_tower", "embed_audio"),
         inputs=_patches_with_places,
@@ -197,14 +197,14 @@ FAMILIES: Mapping[str, FamilyRow] = {
         normalises=False,
         has_whole_spans=lambda config: config.text_config.use_bidirectional_attention == "vision",
     ),
-    "LlavaForConditionalGeneration": FamilyRow(model="LlavaModel", inputs=_tiles_or_sized, features=_pooled),
-    "LlavaNextForConditionalGeneration": FamilyRow(model="LlavaNextModel", inputs=_sized, features=_pooled),
-    "LlavaOnevisionForConditionalGeneration": FamilyRow(
+    "LlavaForConditionalGeneration": TowerRow(model="LlavaModel", inputs=_tiles_or_sized, features=_pooled),
+    "LlavaNextForConditionalGeneration": TowerRow(model="LlavaNextModel", inputs=_sized, features=_pooled),
+    "LlavaOnevisionForConditionalGeneration": TowerRow(
         model="LlavaOnevisionModel", inputs=_sized_or_single, features=_pooled
     ),
-    "Mistral3ForConditionalGeneration": FamilyRow(model="Mistral3Model", inputs=_one_of_its_size, features=_pooled),
-    "InternVLForConditionalGeneration": FamilyRow(model="InternVLModel", inputs=_tiles, features=_pooled),
-    "Llama4ForConditionalGeneration": FamilyRow(
+    "Mistral3ForConditionalGeneration": TowerRow(model="Mistral3Model", inputs=_one_of_its_size, features=_pooled),
+    "InternVLForConditionalGeneration": TowerRow(model="InternVLModel", inputs=_tiles, features=_pooled),
+    "Llama4ForConditionalGeneration": TowerRow(
         model="Llama4ForConditionalGeneration", inputs=_tiles, features=_projected, statistics=HALF
     ),
 }

@@ -8,7 +8,7 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.torch_import import register_shapes
-from funitel.model_server.media.families.table import FamilyRow
+from funitel.model_server.media.families.table import TowerRow
 from funitel.proto.errors import UnsupportedModel, WeightsError, translating
 
 _META = torch.device("meta")
@@ -19,7 +19,7 @@ def transformers_class(name: str) -> Any:
     return getattr(importlib.import_module("transformers"), name)
 
 
-def load_tower(row: FamilyRow, folder: Path, weights: Weights) -> Any:
+def load_tower(row: TowerRow, folder: Path, weights: Weights) -> Any:
     """The tower of the model in `folder`, in the precision and on the device of `weights`, which counts it.
 
     Raises:
