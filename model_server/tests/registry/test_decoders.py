@@ -50,7 +50,6 @@ def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
         ("rotary", {"scaling": {"kind": "dynamic"}}),
         ("window_rotary", {"scaling": {"kind": "dynamic"}}),
         ("names", {"embedding_in": "narrow"}),
-        ("names", {"is_stack_transposed": True}),
         ("names", {"is_stack_interleaved": True}),
         ("qk_norm", "plain"),
         ("is_qk_norm_last", True),
