@@ -50,7 +50,7 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         HeadSplit.of(stack.num_heads, stack.num_kv_heads, settings.world_size, settings.rank)
         for stack in (spec.encoder, spec.decoder)
     )
-    decoding = read_rules(folder, spec.decoder.vocab_size)
+    decoding = read_rules(folder, spec.decoder.vocab_size, hears=spec.hears)
     if spec.is_multilingual and decoding.forced_first is None:
         logger.warning(
             "the checkpoint does not say which language completions are in (forced_bos_token_id of "

@@ -1,7 +1,7 @@
 """Sample tokens and log-probabilities from logits, batched, in TGI's order of logits processors.
 
-The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p; `strategies` say
-where their stages come. Log-probabilities are those after all of it, or of the model's own scores where `raw_logprobs`
+The order: watermark, logit bias, penalties, grammar, timestamps, temperature, top-k, top-p, min-p, typical-p;
+`strategies` say where their stages come. Log-probabilities are those after all of it, or of the model's own scores where `raw_logprobs`
 asks for them.
 
 Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
@@ -21,6 +21,7 @@ from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.strategy import StrategyState, begin_all, narrow_all
+from funitel.model_server.sampling.transcript_rules import prefer_timestamps
 from funitel.proto.step import SamplingParams
 
 HASH_KEY = 15485863
@@ -70,6 +71,7 @@ class SamplingState:
     top_n: int = 0
     watermark: Watermark = DEFAULT_WATERMARK
     strategy: StrategyState | None = None
+    first_timestamp: int | None = None  # of a transcript with timestamps, see `transcript_rules`
     edits_scores: bool = field(init=False)
     is_sampled: bool = field(init=False)
     wants_raw: bool = field(init=False)
@@ -243,6 +245,9 @@ def sample(
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     maths.allow(logits, masks)
     sampled = [row for row, state in enumerate(states) if state.is_sampled]
+    for row, state in enumerate(states):
+        if state.first_timestamp is not None:
+            prefer_timestamps(logits[row], state.first_timestamp)
     if strategies is not None:
         chosen_first = begin_all(strategies, logits, positions)
         sampled = [row for row in sampled if row not in chosen_first]

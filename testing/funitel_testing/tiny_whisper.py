@@ -1,0 +1,148 @@
+"""A small random Whisper in Hugging Face layout, with a tokenizer of bytes, and what transformers makes of sounds."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+NUM_BYTES = 256
+LANGUAGES = ("en", "de", "fr")
+NAMES = (
+    "<|endoftext|>",
+    "<|startoftranscript|>",
+    *(f"<|{language}|>" for language in LANGUAGES),
+    "<|translate|>",
+    "<|transcribe|>",
+    "<|startoflm|>",
+    "<|startofprev|>",
+    "<|nospeech|>",
+    "<|notimestamps|>",
+)
+IDS = {name: NUM_BYTES + place for place, name in enumerate(NAMES)}
+END, START, NO_TIMESTAMPS = IDS["<|endoftext|>"], IDS["<|startoftranscript|>"], IDS["<|notimestamps|>"]
+FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
+NUM_TIMESTAMPS = 1501
+VOCAB_SIZE = FIRST_TIMESTAMP + NUM_TIMESTAMPS
+SUPPRESSED = (1, 2, 7, 8, START, IDS["<|translate|>"], IDS["<|startofprev|>"], IDS["<|nospeech|>"])
+RATE = 16_000
+
+
+def save_tiny_whisper(folder: Path, seed: int = 1, *, num_mel_bins: int = 80, **changes: Any) -> Path:
+    """Save a random Whisper with weights large enough that its tokens vary; returns `folder`."""
+    config = transformers.WhisperConfig(
+        vocab_size=VOCAB_SIZE,
+        num_mel_bins=num_mel_bins,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=6,
+        encoder_ffn_dim=80,
+        decoder_ffn_dim=60,
+        max_source_positions=1500,
+        max_target_positions=64,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+        decoder_start_token_id=START,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **changes,
+    )
+    torch.manual_seed(seed)
+    model = transformers.WhisperForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if "norm" in name:
+                parameter.add_(noise * 0.2)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise * 0.08)
+            elif name.endswith("decoder.embed_positions.weight"):
+                parameter.copy_(noise * 1.5)
+            elif "conv" in name or "encoder.layers" in name:
+                parameter.copy_(noise * 0.25)
+            elif "encoder.embed_positions" not in name:
+                parameter.copy_(noise * 0.4)
+    model.generation_config = transformers.GenerationConfig(
+        alignment_heads=[[0, 0]],
+        begin_suppress_tokens=[32, END],
+        bos_token_id=END,
+        decoder_start_token_id=START,
+        eos_token_id=END,
+        is_multilingual=True,
+        lang_to_id={f"<|{language}|>": IDS[f"<|{language}|>"] for language in LANGUAGES},
+        max_initial_timestamp_index=50,
+        max_length=64,
+        no_timestamps_token_id=NO_TIMESTAMPS,
+        pad_token_id=END,
+        prev_sot_token_id=IDS["<|startofprev|>"],
+        return_timestamps=False,
+        suppress_tokens=list(SUPPRESSED),
+        task_to_id={"transcribe": IDS["<|transcribe|>"], "translate": IDS["<|translate|>"]},
+    )
+    model.save_pretrained(folder)
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", "tokenizer_class": "WhisperTokenizer"})
+    )
+    transformers.WhisperFeatureExtractor(feature_size=num_mel_bins).save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Tokenizer:
+    """Every byte a token, then the special tokens, then timestamps, which are not special in Whisper's either."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
+    times = [f"<|{place * 0.02:.2f}|>" for place in range(NUM_TIMESTAMPS)]
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in times])
+    return tokenizer
+
+
+def sound(seconds: float, seed: int = 0) -> np.ndarray:
+    """Tones that come and go, and noise: [seconds * RATE] float32 within -1..1."""
+    noise = np.random.default_rng(seed)
+    times = np.arange(int(seconds * RATE)) / RATE
+    tones = sum(
+        np.sin(2 * np.pi * pitch * times) * np.sin(2 * np.pi * beat * times) ** 2
+        for pitch, beat in zip(noise.uniform(80, 4000, 5), noise.uniform(0.1, 2, 5), strict=True)
+    )
+    found: np.ndarray = (tones / 6 + noise.normal(0, 0.02, len(times))).astype(np.float32).clip(-1, 1)
+    return found
+
+
+def mel_of(folder: Path, samples: np.ndarray, **how: Any) -> torch.Tensor:
+    """Features by transformers: [1, mel bins, frames], padded to 30 s where `how` says nothing."""
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    mel: torch.Tensor = extractor(samples, sampling_rate=RATE, return_tensors="pt", **how).input_features
+    return mel
+
+
+def load_whisper(folder: Path) -> Any:
+    """The model by transformers, in float32."""
+    return transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def generate(folder: Path, mel: torch.Tensor, **how: Any) -> list[list[int]]:
+    """Completions by transformers, behind the decoder's opening, each up to its end."""
+    model = load_whisper(folder)
+    with torch.inference_mode():
+        found = model.generate(mel, do_sample=False, num_beams=1, force_unique_generate_call=True, **how)
+    rows = found.tolist() if isinstance(found, torch.Tensor) else found["sequences"].tolist()
+    return [_completion(row) for row in rows]
+
+
+def _completion(row: Sequence[int]) -> list[int]:
+    ids = list(row)
+    special = set(IDS.values()) - {END}
+    begin = next((place for place, token_id in enumerate(ids) if token_id not in special), len(ids))
+    ids = ids[begin:]
+    return ids[: ids.index(END) + 1] if END in ids else ids
