@@ -1,0 +1,112 @@
+"""The sound of a model's requests: decode files in a sandbox, and cut windows for the model out of spectrograms."""
+
+import asyncio
+import base64
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from funitel.proto.errors import InvalidRequest, Overloaded
+from funitel.proto.step import MediaInput, MediaKind, MediaSpan
+from funitel.router.audio.spectrogram import FRAMES_PER_SECOND
+from funitel.router.audio.speech_model import SpeechModel
+from funitel.router.core.request import RequestMedia
+from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
+from funitel.router.settings import RouterSettings
+from funitel.router.text.model_files import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+MAX_PROCESSES = 2
+DECODE_SECONDS = 60.0
+_BASE_BYTES = 3 << 30  # of address space: Python and its libraries
+_BYTES_PER_FRAME = 20_000  # of address space, for samples of every kind on the way to a frame
+_ANSWER_SLACK = 1 << 16
+PROCESSOR = b"funitel whisper log-mel 1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sound:
+    """A decoded file: its length, and its spectrogram [mel bins, frames] float32."""
+
+    seconds: float
+    mel: np.ndarray
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that are to be heard: those of the sound, without the silence behind a short one."""
+        return min(self.mel.shape[1], max(1, round(self.seconds * FRAMES_PER_SECOND)))
+
+
+class AudioService:
+    """Files of sound for one model that transcribes. Event loop only."""
+
+    def __init__(self, model: SpeechModel, settings: RouterSettings) -> None:
+        self.model = model
+        self._max_seconds = settings.max_audio_seconds
+        frames = int(settings.max_audio_seconds * FRAMES_PER_SECOND) + model.num_frames
+        self._pool = SandboxPool(
+            "funitel.router.audio.worker",
+            [model.num_mel_bins, settings.max_audio_seconds],
+            most=MAX_PROCESSES,
+            time_limit=DECODE_SECONDS,
+            memory_limit=_BASE_BYTES + frames * _BYTES_PER_FRAME,
+            max_answer_bytes=frames * model.num_mel_bins * 6 + _ANSWER_SLACK,
+            has_several_keys=settings.has_several_keys,
+        )
+
+    @classmethod
+    def create(
+        cls, settings: RouterSettings, files: ModelFiles, token_id: Callable[[str], int | None]
+    ) -> "AudioService | None":
+        """The service of a model folder; None where its model does not transcribe. Raises: as `SpeechModel.of`."""
+        model = SpeechModel.of(files, token_id)
+        return None if model is None else cls(model, settings)
+
+    async def decode(self, content: bytes, field: str, owner: bytes = b"") -> Sound:
+        """Decode a file.
+
+        Args:
+            content: of the file.
+            field: of the request, for errors.
+            owner: hash of the API key, for fairness.
+
+        Raises:
+            InvalidRequest: it cannot be decoded, is too long, or takes too much time or memory.
+            Overloaded: no process can be started.
+        """
+        encoded = (await asyncio.to_thread(base64.b64encode, content)).decode()
+        try:
+            answer = await self._pool.run([encoded, field], owner)
+        except Killed as killed:
+            raise InvalidRequest(f"`{field}` cannot be decoded: {killed}", field) from None
+        except WorkerUnavailable as error:
+            logger.warning("audio cannot be decoded: %s", error)
+            raise Overloaded(": audio cannot be decoded now") from None
+        if isinstance(answer, str):
+            raise InvalidRequest(answer, field)
+        seconds, num_frames, values = answer
+        content = await asyncio.to_thread(base64.b64decode, values)
+        mel = np.frombuffer(content, "<f4").reshape(self.model.num_mel_bins, num_frames)
+        return Sound(seconds, mel)
+
+    def window(self, sound: Sound, seek: int) -> RequestMedia:
+        """What a shard hears of a sound from frame `seek` on: 30 s, behind its end nothing."""
+        model = self.model
+        shape = (model.num_mel_bins, model.num_frames)
+        mel = np.zeros(shape, "<f4")
+        part = sound.mel[:, seek : seek + model.num_frames]
+        mel[:, : part.shape[1]] = part
+        values = mel.tobytes()
+        key = hashlib.sha256(PROCESSOR + repr(shape).encode() + values).digest()
+        media = MediaInput(
+            key=key, kind=MediaKind.AUDIO, shape=shape, values=values, num_features=model.num_features
+        )
+        return RequestMedia(MediaSpan(key, 0, model.num_features), media)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
