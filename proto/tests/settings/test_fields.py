@@ -382,6 +382,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "block_size": COUNT,
     "cpu_offload_gb": st.floats(0, 1000),
     "kv_host_gb": st.floats(0, 1000),
+    "media_cache_gb": st.none() | st.floats(0, 1000),
     "kv_disk_gb": st.floats(0, 1000),
     "kv_disk_dir": st.none() | TEXT,
     "attention": st.none() | st.sampled_from(ATTENTIONS),

@@ -86,6 +86,7 @@ class LauncherSettings:
     block_size: int = _shard("block_size")
     cpu_offload_gb: float = _shard("cpu_offload_gb")
     kv_host_gb: float = _shard("kv_host_gb")
+    media_cache_gb: float | None = _shard("media_cache_gb")
     kv_disk_gb: float = _shard("kv_disk_gb")
     kv_disk_dir: str | None = _shard("kv_disk_dir")
     attention: str | None = _shard("attention")

@@ -179,6 +179,8 @@ class RowAdmission:
             InvalidRequest: it contradicts itself, or asks for what this shard cannot do; nothing has changed.
         """
         check_supported(start, self._vocab_size, takes_first_token=self._rules.takes_first_token)
+        if start.media and not self._rules.takes_media:
+            raise InvalidRequest(f"request {start.request_id} has media, this model takes text alone", "media")
         adapter = None if start.adapter_id is None else self.adapters.get(start.adapter_id)
         prompt = self.prompt_of(start)
         tokens = [*prompt, *start.output_ids]
@@ -253,6 +255,7 @@ class RowAdmission:
             source_len=len(beginning.source),
             state_saves=start.state_saves,
             speculate=start.speculate,
+            media=beginning.media,
         )
 
     def _has_text(self, token_id: int, text: str) -> bool:

@@ -8,7 +8,8 @@ collective, so ranks fail together. Rank 0 samples; each rank describes the requ
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from funitel.model_server.executor.interface import (
 )
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
-from funitel.model_server.executor.row_rules import RowRules, StateRules
+from funitel.model_server.executor.row_rules import RowRules
 from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.executor.warmup import Warmup
 from funitel.model_server.forward.batch import Forward
@@ -40,6 +41,7 @@ from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
     GrammarType,
+    MediaInput,
     RowUpdate,
     SequenceStart,
     WarmupLimits,
@@ -77,9 +79,10 @@ class Executor:
         self.parallel = parallel
         self.options = options
         self.batches = CachedBatches(options.block_size, spec.max_position_embeddings)
-        rules = rules or (RowRules() if pools.state_layout is None else StateRules())
+        self.media = options.media
         table = self.batches.table
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
+        rules = self.runner.rules
         self.adapters = adapters or LoadedAdapters(None, 0, "this model takes none")
         samples = parallel.is_root
         self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, self.adapters, samples=samples)
@@ -125,7 +128,8 @@ class Executor:
         """
         self.runner.sleep_state.check_awake()
         call = partial(self._prefill, batch_id, starts, cached, updates, copies, is_ahead)
-        return self.sampling.call(is_ahead, partial(self.runner.carrying, call) if copies else call)
+        with self._turn():
+            return self.sampling.call(is_ahead, partial(self.runner.carrying, call) if copies else call)
 
     def compute_decode(
         self,
@@ -141,7 +145,12 @@ class Executor:
         """
         self.runner.sleep_state.check_awake()
         call = partial(self._decode, cached, updates, copies, is_ahead)
-        return self.sampling.call(is_ahead, partial(self.runner.carrying, call) if copies else call)
+        with self._turn():
+            return self.sampling.call(is_ahead, partial(self.runner.carrying, call) if copies else call)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Hold back the encoding of media while a step is computed."""
+        return nullcontext() if self.media is None else self.media.step()
 
     def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
         """Keep only `request_ids` of a cached batch; of one that ended in the step before, if `is_ahead`, nothing.
@@ -165,7 +174,8 @@ class Executor:
     def sleep(self, level: int) -> int:
         """Give the pool back, with the prefixes in it, and what weights take on a GPU; returns the bytes that are free.
 
-        Adapters are dropped, as the Warmup behind Wake would do. A shard that sleeps frees nothing more.
+        Adapters are dropped, as the Warmup behind Wake would do, and features of media. A shard that
+        sleeps frees nothing more.
 
         Raises:
             WrongState: a sequence is here; nothing has changed.
@@ -180,6 +190,8 @@ class Executor:
             raise WrongState(f"the shard cannot sleep: {num_rows} sequences are here; finish them, or clear the cache")
         self.batches.clear()
         self.adapters.clear()
+        if self.media is not None:
+            self.media.clear()
         self.profiler.free()
 
     def wake(self) -> None:
@@ -211,6 +223,23 @@ class Executor:
         """
         self.adapters.unload(adapter_id)
 
+    def encode_media(self, media: MediaInput) -> Future[int]:
+        """Encode an image or a sound, so that later steps may name it; see `MediaService.encode`. From any thread.
+
+        Raises:
+            InvalidRequest: this model takes none.
+            WrongState: the shard sleeps.
+        """
+        self.runner.sleep_state.check_awake()
+        if self.media is None:
+            raise InvalidRequest("media: this model takes text alone", "media")
+        return self.media.encode(media)
+
+    def drop_media(self, keys: Sequence[bytes]) -> None:
+        """Drop features of media; an unknown key is no error. May be called from any thread."""
+        if self.media is not None:
+            self.media.drop(keys)
+
     def _prefill(
         self,
         batch_id: int,
@@ -233,6 +262,7 @@ class Executor:
                 new.append(self.admission.admit(start, self.runner.bounds))
             counts = batches.counts(running, new, updates, is_ahead)
             check_step(running, new, counts, updates, self.runner.bounds)
+            self._check_chunks(running + new, counts)
             self.runner.check_copies(copies)
             if lost := self.runner.copy_blocks(copies):
                 return RefusedStep(lost)
@@ -256,6 +286,7 @@ class Executor:
             updates = batches.updates_of_rows_left(updates)
         counts = batches.counts(rows, [], updates, is_ahead)
         check_step(rows, [], counts, updates, self.runner.bounds)
+        self._check_chunks(rows, counts)
         if copies or updates:
             self.runner.check_copies(copies)
             if lost := self.runner.copy_blocks(copies):
@@ -265,6 +296,10 @@ class Executor:
             batches.pop(batch.id)
         concat_ns = time.perf_counter_ns() - begin if len(cached) > 1 else None
         return self._step(cached[0].id, rows, counts, begin, concat_ns)
+
+    def _check_chunks(self, rows: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        for row, count in zip(rows, counts, strict=True):
+            self.runner.rules.check_chunk(row, count)
 
     def _change(
         self,

@@ -11,6 +11,7 @@ import torch
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
 from funitel.model_server.kv_cache.disk_tier import DiskTier
 from funitel.model_server.kv_cache.precision import KvDtype
+from funitel.model_server.media.service import MediaService
 from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import CachedBatch, StepResult
@@ -34,13 +35,14 @@ class ExecutorOptions:
     eos_token_ids: frozenset[int]
     watermark: Watermark = Watermark()
     num_replicas: int = 1  # that share a host's memory
-    reserved_bytes: int = 0  # that the pool leaves for adapters
+    reserved_bytes: int = 0  # that the pool leaves for adapters and for features of media
     host_bytes: int = 0  # of the host's memory for evicted blocks
     disk: DiskTier | None = None  # for evicted blocks, instead
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     gpu_blocks: tuple[torch.device, int] | None = None  # beside the host's layers: a GPU, and bytes of a block on it
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
     has_prefix_cache: bool = True
+    media: MediaService | None = None  # encodes images and sounds of prompts; None: prompts are text
     wipes_blocks: bool = True  # the last block of a row is read whole: NaNs left in it by others would spread
 
     @property

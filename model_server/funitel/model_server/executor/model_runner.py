@@ -10,6 +10,7 @@ from funitel.model_server.device.parked_tensors import SleepState
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import StepBounds
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions
+from funitel.model_server.executor.media_rules import choose_rules
 from funitel.model_server.executor.row_rules import RowRules
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import BlockSlots, KVCache, Pools
@@ -34,7 +35,7 @@ class ModelRunner:
         pools: Pools,
         parallel: TensorParallel,
         options: ExecutorOptions,
-        rules: RowRules,
+        rules: RowRules | None,
         table: SequenceTable,
     ) -> None:
         self.spec = spec
@@ -42,7 +43,7 @@ class ModelRunner:
         self.pools = pools
         self.parallel = parallel
         self.options = options
-        self.rules = rules
+        self.rules = choose_rules(rules, pools, options.media)
         self.table = table
         self.sleep_state = SleepState(options.memory_device)
         self.cache: KVCache | None = None

@@ -18,6 +18,7 @@ from funitel.model_server.media.interface import MediaFeatures
 from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules
 from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.transcript_rules import TranscriptRules
+from funitel.model_server.sequence.media_plan import MediaPlan, PlannedMedia
 from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.proto.errors import InvalidRequest
@@ -32,13 +33,14 @@ class RowBeginning:
     """How the row of a sequence begins: with what an encoder reads of it, and what its completion comes behind.
 
     Penalties, the text and the grammar know the opening and the completion; of a resumed sequence `described` is the
-    part of the completion that its grammar describes.
+    part of the completion that its grammar describes. `media` are those of the prompt.
     """
 
     start: SequenceStart
     source: Sequence[int]
     opening: list[int]
     described: Sequence[int]
+    media: MediaPlan | None = None
 
 
 class RowRules:
@@ -47,6 +49,7 @@ class RowRules:
     takes_first_token = False
     """Of a request; see `Capability.FIRST_TOKEN`."""
     forces_tokens = False
+    takes_media = False
     max_prompt: int | None = None
     """Tokens of a prompt, where that is less than the model's context."""
 
@@ -57,6 +60,9 @@ class RowRules:
             InvalidRequest: the model cannot take it.
         """
         return RowBeginning(start, (), prompt, start.output_ids)
+
+    def check_chunk(self, row: SequenceState, count: int) -> None:
+        """Check that a row may compute `count` tokens in a step. Raises: InvalidRequest: it may not."""
 
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
         """What a row computes in a step of `count` of its tokens."""
@@ -216,8 +222,10 @@ class TranscriptionRules(RowRules):
     as tokens of the sequence like those that an encoder reads. A prompt without a sound has the decoder's tokens alone.
     """
 
+    takes_media = True
+
     def __init__(self, spec: Seq2SeqSpec, decoding: DecodingRules, features: Callable[[bytes], MediaFeatures]) -> None:
-        """`features` gives those of a sound by its key."""
+        """`features` gives those of a sound by its key, or raises InvalidRequest."""
         self._num_features = spec.encoder.max_position_embeddings
         self._most = spec.decoder.max_position_embeddings
         self.max_prompt: int = self._num_features + self._most - 1
@@ -242,17 +250,21 @@ class TranscriptionRules(RowRules):
             )
         max_new_tokens = min(start.stopping.max_new_tokens, self._most - len(opening))
         start = replace(start, stopping=replace(start.stopping, max_new_tokens=max_new_tokens))
-        return RowBeginning(start, source, opening, start.output_ids)
+        items = [PlannedMedia(np.arange(heard), self._features(span.key).features) for span in start.media]
+        return RowBeginning(start, source, opening, start.output_ids, MediaPlan(items))
 
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
         """See RowRules; the decoder looks at the features in the step that has its first token."""
         begin, heard = row.num_cached, row.source_len
-        media: tuple[RowMedia, ...] = ()
-        if row.start.media and begin <= heard < begin + count:
-            features = self._features(row.start.media[0].key).features
-            media = (RowMedia(np.arange(heard) - begin, features),)  # whatever part of them the plan counts here
+        media: list[RowMedia] = []
+        for item in () if row.media is None else row.media.items:
+            if begin > heard:
+                item.features = None
+            elif item.features is not None and heard < begin + count:
+                # All of them, whatever part of them the plan counts in this step.
+                media.append(RowMedia(item.places - begin, item.features))
         wanted = "last" if count == row.num_pending else "none"
-        return RowSpan(row.next_tokens(count), begin, block_table, wanted, row.prompt_len, heard, media=media)
+        return RowSpan(row.next_tokens(count), begin, block_table, wanted, row.prompt_len, heard, media=tuple(media))
 
     def follower(self, start: SequenceStart, inner: FollowerState | None) -> FollowerState | None:
         """See RowRules."""

@@ -2,12 +2,13 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, Seq2SeqRules
+from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, RowRules, Seq2SeqRules, TranscriptionRules
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.loading.common import (
@@ -21,6 +22,8 @@ from funitel.model_server.loading.common import (
 )
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.flags import check_engine
+from funitel.model_server.media.service import MediaService
+from funitel.model_server.media.whisper import WhisperEncoder
 from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.weight_offload import refuse_host_memory
@@ -62,16 +65,25 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
     parallel = join_ranks(settings, device)
-    loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=True)
+    rules: RowRules = Seq2SeqRules(spec, decoding)
+    media: MediaService | None = None
+    num_opening = NUM_OPENING_TOKENS
+    if spec.hears:
+        # Its features lie in the pool as soon as a sequence runs: a few sounds that wait are all that is kept.
+        encoder = WhisperEncoder(spec.encoder, config["num_mel_bins"], weights)
+        media = MediaService(encoder, media_cache_bytes(settings, device), device)
+        rules, num_opening = TranscriptionRules(spec, decoding, media.features), 0  # the prompt has the opening
+    # Timestamps are chosen by the host, behind each step.
+    loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=not spec.hears)
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
-    rules = Seq2SeqRules(spec, decoding)
-    executor, info = make_executor(settings, folder, spec.whole, loaded, pools, codec, device, eos_token_ids, rules)
+    make = partial(make_executor, settings, folder, spec.whole, loaded, pools, codec, device, eos_token_ids)
+    executor, info = make(rules, media=media)
     info = replace(
         info,
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
-        num_opening_tokens=NUM_OPENING_TOKENS,
+        num_opening_tokens=num_opening,
         capabilities=info.capabilities | ({Capability.FIRST_TOKEN} if spec.is_multilingual else frozenset()),
-        speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
+        speculate=num_opening,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return executor, info
 

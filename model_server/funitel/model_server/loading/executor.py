@@ -17,6 +17,7 @@ from funitel.model_server.gpu_sampling.ops import choose_maths
 from funitel.model_server.kv_cache.disk_tier import disk_tier_of
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.loading.common import Loaded, info_of, log_loaded, options_of
+from funitel.model_server.media.service import MediaService
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelFacts
@@ -41,10 +42,11 @@ def make_executor(
     eos_token_ids: frozenset[int],
     rules: RowRules | None = None,
     drafter: Drafter | None = None,
+    media: MediaService | None = None,
 ) -> LoadedShard:
     """The executor of a loaded model, by default with the rules of a decoder; on a GPU it samples on the device.
 
-    `drafter` makes drafts with weights of its own; without one they are looked up.
+    `drafter` makes drafts with weights of its own; without one they are looked up. `media` encodes images and sounds.
     """
     log_loaded(settings, folder, spec, device, loaded)
     speculator = speculator_of(
@@ -52,6 +54,8 @@ def make_executor(
     )
     options = options_of(settings, device, loaded, eos_token_ids)
     precision = f"{loaded.precision} {loaded.key_frames}"
+    if media is not None:
+        options = replace(options, reserved_bytes=options.reserved_bytes + media.cache.max_bytes, media=media)
     options = replace(options, disk=disk_tier_of(settings, folder, device, loaded.name, precision))
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:
@@ -63,7 +67,9 @@ def make_executor(
         parallel = stage.whole
         sampling = partial(StagedSampling, link=stage.link, num_stages=stage.num_stages, scores=loaded.scores)
     executor = Executor(
-        spec, loaded.decoder, pools, codec, parallel, options, sampling, rules, adapters=adapters, speculator=speculator
+        *(spec, loaded.decoder, pools, codec, parallel, options, sampling, rules),
+        adapters=adapters,
+        speculator=speculator,
     )
     info = info_of(
         settings,
@@ -73,6 +79,8 @@ def make_executor(
         keeps_states=pools.state_layout is not None,
         has_parted_blocks=pools.has_parted_blocks and rules is None,
     )
+    if media is not None:
+        info = replace(info, capabilities=info.capabilities | {Capability.MEDIA}, media=media.facts)
     if speculator is None:
         return executor, replace(info, capabilities=info.capabilities - {Capability.SPECULATION})
     return executor, replace(info, speculate=speculator.max_drafts, drafter=speculator.drafter.name)

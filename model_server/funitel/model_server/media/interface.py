@@ -29,11 +29,30 @@ class MediaFeatures:
 
 
 class MediaEncoder(Protocol):
-    """An encoder of images or sounds. It knows neither calls nor the cache."""
+    """An encoder of images or sounds. It knows neither calls nor the cache.
 
-    kinds: frozenset[MediaKind]
-    has_whole_spans: bool
-    placeholder_ids: dict[MediaKind, int]  # token that takes a feature
+    It is registered by giving a `MediaService` of it to `make_executor`.
+    """
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """Kinds of media that it takes."""
+
+    @property
+    def feature_bytes(self) -> int:
+        """Memory of one feature, `deep` included."""
+
+    @property
+    def has_whole_spans(self) -> bool:
+        """Whether tokens of one item see each other."""
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether rotary positions of the decoder have three axes, which the grids of items set."""
+
+    @property
+    def placeholder_ids(self) -> dict[MediaKind, int]:
+        """Tokens that take a feature; none where features are not put in the place of embeddings."""
 
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:
         """Compute the features of one item, alike on every rank.

@@ -20,18 +20,18 @@ class WhisperEncoder:
     Args:
         spec: that of the encoder's stack; it has as many positions as a sound has features.
         num_mel_bins: rows of a spectrogram.
-        placeholder_id: the token that takes a feature.
         weights: of the checkpoint; raises WeightsError for a tensor that is missing, or has another shape.
     """
 
     kinds = frozenset({MediaKind.AUDIO})
     has_whole_spans = False
+    has_axes = False
+    placeholder_ids: dict[MediaKind, int] = {}  # noqa: RUF012  none: the decoder looks at features
 
-    def __init__(self, spec: ModelSpec, num_mel_bins: int, placeholder_id: int, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, num_mel_bins: int, weights: Weights) -> None:
         prefix, width = f"{weights.prefix}encoder", spec.hidden_size
         self.shape = (num_mel_bins, _FRAMES_PER_FEATURE * spec.max_position_embeddings)
         self.num_features = spec.max_position_embeddings
-        self.placeholder_ids = {MediaKind.AUDIO: placeholder_id}
         self.feature_bytes = width * weights.dtype.itemsize
         self._device, self._dtype = weights.device, weights.dtype
         self._convolutions = [

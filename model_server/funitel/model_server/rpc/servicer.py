@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor as ThreadExecutor
 from functools import partial
@@ -14,17 +15,17 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
-from funitel.model_server.device.memory import process_memory
+from funitel.model_server.device.memory import is_out_of_memory, process_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.rpc.dispatcher import Dispatcher, Q, R, ReplyCallbacks
 from funitel.model_server.rpc.tracing import TracedCalls
 from funitel.proto import encoder_wire, generate_pb2_grpc, wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto.errors import FunitelError, StartupError, StepFailed, translating
+from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, StartupError, StepFailed, translating
 from funitel.proto.process.private_socket import keeping_private
 from funitel.proto.security.tls import MutualTls
-from funitel.proto.step import ShardInfo
+from funitel.proto.step import MediaInput, ShardInfo
 from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BYTES
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,21 @@ class Servicer(ShardServicer):
         """Forget an adapter."""
         await self._aside(context, partial(self._executor.unload_adapter, request.id))
         return pb.UnloadAdapterResponse()
+
+    async def EncodeMedia(self, request: pb.EncodeMediaRequest, context: Context) -> pb.EncodeMediaResponse:
+        """Encode an image or a sound on a thread of its own; steps go on meanwhile."""
+        began = time.perf_counter_ns()
+        try:
+            with translating(_media_failure):
+                num_bytes = await asyncio.wrap_future(self._executor.encode_media(_media_of(request)))
+        except FunitelError as error:
+            await abort(context, error)
+        return pb.EncodeMediaResponse(bytes=num_bytes, total_ns=time.perf_counter_ns() - began)
+
+    async def DropMedia(self, request: pb.DropMediaRequest, context: Context) -> pb.DropMediaResponse:
+        """Drop features of images and sounds."""
+        self._executor.drop_media(request.keys)
+        return pb.DropMediaResponse()
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         """Drop one or all cached batches."""
@@ -212,6 +228,19 @@ def make_server(
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address}: {error}") from error
     return server
+
+
+def _media_of(request: pb.EncodeMediaRequest) -> MediaInput:
+    try:
+        return encoder_wire.decode_media(request)
+    except ValueError:
+        raise InvalidRequest(f"kind must be one of those of MediaKind, given {request.kind}", "kind") from None
+
+
+def _media_failure(error: Exception) -> FunitelError:
+    if is_out_of_memory(error):
+        return ResourceExhausted(f"there is no memory to encode a media item: {type(error).__name__}")
+    return _failure(error)
 
 
 class EncoderServicer(ShardServicer):

@@ -13,6 +13,7 @@ from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
+from funitel.model_server.sequence.media_plan import MediaPlan
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart, StateSave
 
@@ -56,6 +57,7 @@ class SequenceState:
     gain: Gain | None = None
     counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
     adapter: PlacedAdapter | None = None
+    media: MediaPlan | None = None  # None: the prompt is text
 
     @property
     def request_id(self) -> int:

@@ -428,6 +428,12 @@ class ModelServerSettings:
         "a prompt begins with them, instead of being computed again.",
         bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
     )
+    media_cache_gb: float | None = setting(
+        None,
+        "GiB of each shard for the features of images that it has encoded, on the device of the model; 0.5 on a CPU "
+        "and 2 on a GPU when not given. With 0 the model takes text alone.",
+        bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
+    )
     kv_disk_gb: float = setting(
         0.0,
         "GiB of a file of each shard on a CPU for cached prefix blocks evicted from the KV pool; they are read back "

@@ -66,7 +66,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Memory and KV cache",
         "cuda_memory_fraction",
         "max_batch_total_tokens block_size prefix_caching share_prefixes cpu_offload_gb kv_host_gb kv_disk_gb "
-        "kv_disk_dir prefix_cache_ttl preemption_mode preemption_victim replicas_on_host footprint_mib",
+        "kv_disk_dir media_cache_gb prefix_cache_ttl preemption_mode preemption_victim replicas_on_host footprint_mib",
     ),
     _group(
         "batching",
