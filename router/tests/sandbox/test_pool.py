@@ -253,3 +253,27 @@ async def test_keys_take_turns(pools: Pools) -> None:
     tasks = [asyncio.create_task(ask(name, name[:1].encode())) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
     await asyncio.gather(*first, *tasks)
     assert [name[:2] for name in answered] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+ATTACHED_WORKER = """
+from funitel.router.sandbox.worker import serve_attached
+
+serve_attached(lambda setup: lambda task, attached: ([task, len(attached)], attached[::-1] * task))
+"""
+
+
+async def test_bytes_go_with_tasks_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reversing_worker.py").write_text(ATTACHED_WORKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    limits: dict[str, Any] = {"time_limit": 30.0, "memory_limit": MEMORY_LIMIT}
+    pool = SandboxPool("reversing_worker", None, most=1, **limits, max_answer_bytes=5 << 19)
+    try:
+        large = bytes(range(256)) * 4096
+        answers = await asyncio.gather(
+            *(pool.run_attached(times, data) for times, data in ((2, large), (0, b"ab"), (3, b""), (1, b"\x00\xff")))
+        )
+        assert answers == [([2, 1 << 20], large[::-1] * 2), ([0, 2], b""), ([3, 0], b""), ([1, 2], b"\xff\x00")]
+        with pytest.raises(Killed):
+            await pool.run_attached(3, large)
+    finally:
+        await pool.close()

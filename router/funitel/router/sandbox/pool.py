@@ -57,7 +57,7 @@ class SandboxPool:
             most: maximum of processes; with more than one, a slow task does not block the others.
             time_limit: seconds for a task, from when it is the first in its process.
             memory_limit: bytes of address space of a process.
-            max_answer_bytes: a process that answers with more is killed.
+            max_answer_bytes: a process that answers with more, attachment included, is killed.
             readable: files and folders that a process may read, beside those from which Python imports.
             cpu_limit: seconds of processor time for a task; None for no bound but `time_limit`.
             niceness: added to that of the router.
@@ -79,7 +79,14 @@ class SandboxPool:
         self._starting: set[asyncio.Task[WorkerUnavailable | None]] = set()
 
     async def run(self, value: Any, key: bytes = b"") -> Any:
-        """Run a task of an API key and return its answer; the keys of waiting tasks take turns.
+        """Run a task of an API key and return its answer; see `run_attached`."""
+        answer, _ = await self.run_attached(value, b"", key)
+        return answer
+
+    async def run_attached(self, value: Any, attached: bytes, key: bytes = b"") -> tuple[Any, bytes]:
+        """Run a task of an API key with bytes of any content and return its answer, with the bytes that come with it.
+
+        The keys of waiting tasks take turns.
 
         A caller that is cancelled while the task waits removes it; a task that a process has keeps running, since
         killing a process for each client that leaves would cost too much.
@@ -88,7 +95,7 @@ class SandboxPool:
             Killed: it takes too much time or memory.
             WorkerUnavailable: no process can be started.
         """
-        task = SandboxTask(value, key)
+        task = SandboxTask(value, key, attached)
         self._waiting.append(task)
         self._dispatch()
         try:
@@ -160,7 +167,7 @@ class SandboxPool:
                 limits = (self._memory_limit, self._cpu_limit or 0.0, self._niceness)
                 await process.start(self._module, limits, self._readable)
                 process.assign(setup)
-                problem, missing = await setup.answer
+                (problem, missing), _ = await setup.answer
         except asyncio.CancelledError:
             process.kill_soon()
             raise

@@ -1,13 +1,15 @@
 """One sandbox process, and the tasks that it was assigned. Event loop only.
 
-Tasks and answers are frames: a length of four bytes, then as many bytes of JSON. Tasks may be written before earlier
-ones are answered; answers come in the same order, and all that have arrived are read at once.
+Tasks and answers are frames: two lengths of four bytes, then as many bytes of JSON, and as many bytes of any content,
+the attachment. Tasks may be written before earlier ones are answered; answers come in the same order, and all that have
+arrived are read at once.
 """
 
 import asyncio
 import json
 import os
 import signal
+import struct
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +19,14 @@ from typing import Any, cast
 from funitel.proto.process.python import module_command
 
 AHEAD_BYTES = 1 << 16  # of tasks assigned to a process at a time, unless one alone is larger: the capacity of a pipe
-HEAD_BYTES = 4
+HEAD_BYTES = 8
+_HEAD = struct.Struct(">II")
 # Where Python and the C library find packages, and the local time.
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "TZDIR")
 
 
 class SandboxTask:
-    """One task; cancelling `answer` withdraws it.
+    """One task, and its answer with the attachment; cancelling `answer` withdraws it.
 
     `key` is the API key it is for, as a hash; `process` is the one it was assigned to last; `num_deaths` counts
     processes that the system killed while they worked on it.
@@ -31,10 +34,10 @@ class SandboxTask:
 
     __slots__ = ("answer", "frame", "key", "num_deaths", "process")
 
-    def __init__(self, value: Any, key: bytes = b"") -> None:
+    def __init__(self, value: Any, key: bytes = b"", attached: bytes = b"") -> None:
         payload = json.dumps(value).encode()
-        self.frame = len(payload).to_bytes(HEAD_BYTES, "big") + payload
-        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.frame = b"".join([_HEAD.pack(len(payload), len(attached)), payload, attached])
+        self.answer: asyncio.Future[tuple[Any, bytes]] = asyncio.get_running_loop().create_future()
         self.key = key
         self.process: SandboxProcess | None = None
         self.num_deaths = 0
@@ -152,27 +155,29 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         received += data
         begin = 0
         while self.tasks and len(received) >= (body := begin + HEAD_BYTES):
-            size = int.from_bytes(received[begin:body], "big")
-            if size > self._max_answer_bytes:
+            size, attached = _HEAD.unpack_from(received, begin)
+            if size + attached > self._max_answer_bytes:
                 self._end_by(signal.SIGTERM)  # so that its task counts as the reason
                 return
-            if len(received) < body + size:
+            begin_attached = body + size
+            if len(received) < begin_attached + attached:
                 break
-            self._take(json.loads(received[body : body + size]))
-            begin = body + size
+            end = begin_attached + attached
+            self._take(json.loads(received[body:begin_attached]), bytes(received[begin_attached:end]))
+            begin = end
         del received[:begin]
         if begin:
             self.head_since = self._loop.time()
             self.is_slow = False
             self._on_answer(self)
 
-    def _take(self, answer: Any) -> None:
+    def _take(self, answer: Any, attached: bytes) -> None:
         task = self.tasks.popleft()
         if task.process is self:
             self.keys[task.key] -= 1
         self.num_bytes -= len(task.frame)
         if not task.answer.done():
-            task.answer.set_result(answer)
+            task.answer.set_result((answer, attached))
 
     def _end_by(self, signum: int) -> None:
         """Send it a signal; its further output is read, so that its end is noticed, and ignored."""
