@@ -42,8 +42,9 @@ def request(prompt_len: int = 5, max_new_tokens: int = 6, first: int = 0) -> Req
 
 def expected(asked: Request) -> list[int]:
     tokens = list(asked.input_ids)
+    media = b"".join(each.span.key for each in asked.media)
     for _ in range(asked.stopping.max_new_tokens):
-        tokens.append(next_token(tokens, "" if asked.adapter is None else asked.adapter.name))
+        tokens.append(next_token(tokens, "" if asked.adapter is None else asked.adapter.name, media))
     return tokens[len(asked.input_ids) :]
 
 

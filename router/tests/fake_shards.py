@@ -17,7 +17,7 @@ import grpc
 
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
-from funitel.proto.step import Capability, ShardInfo
+from funitel.proto.step import Capability, MediaFacts, ShardInfo
 from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.warmup import start
@@ -51,9 +51,9 @@ class Row:
         return len(self.tokens) - self.prompt_len
 
 
-def next_token(tokens: list[int], adapter_id: str = "") -> int:
-    """What the made-up model says; an adapter of another name says something else."""
-    return (sum(tokens) * 31 + sum(map(ord, adapter_id.partition("@")[0]))) % VOCAB_SIZE
+def next_token(tokens: list[int], adapter_id: str = "", media: bytes = b"") -> int:
+    """What the made-up model says; an adapter of another name says something else, and so does another image."""
+    return (sum(tokens) * 31 + sum(map(ord, adapter_id.partition("@")[0])) + sum(media)) % VOCAB_SIZE
 
 
 class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
@@ -70,6 +70,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         pool_tokens: int = 400,
         state_slots: int = 0,
         max_lora_rank: int = 64,
+        media: MediaFacts | None = None,
     ) -> None:
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
         self.has_prefix_cache = has_prefix_cache
@@ -111,6 +112,14 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.loading = asyncio.Event()  # cleared: adapters wait
         self.loading.set()
         self.max_lora_rank = max_lora_rank
+        self.media_facts = media
+        self.media: dict[bytes, int] = {}  # bytes of features, by key
+        self.media_encodes: list[bytes] = []  # keys, in order
+        self.most_media_bytes = 0  # that there were at once
+        self.refused_media: set[bytes] = set()  # keys
+        self.encoding = asyncio.Event()  # cleared: media wait
+        self.encoding.set()
+        self.num_encoding = 0  # calls under way
         self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for
         self.chokes_from = 1 << 32  # first tokens of prompts that a step with such a row fails for
         self.most_rows = 1 << 32  # that there is memory for
@@ -138,7 +147,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         await self.server.stop(None)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
-        capabilities = frozenset() if self.is_plain else frozenset(Capability) - {Capability.STATE_SLOTS}
+        without = {Capability.STATE_SLOTS} if self.media_facts else {Capability.STATE_SLOTS, Capability.MEDIA}
+        capabilities = frozenset() if self.is_plain else frozenset(Capability) - without
         info = ShardInfo(
             rank=self.rank,
             world_size=len(self.urls),
@@ -150,6 +160,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             vocab_size=0 if self.is_plain else VOCAB_SIZE,
             step_socket=self.step_socket,
             max_lora_rank=0 if self.is_plain else self.max_lora_rank,
+            media=self.media_facts,
         )
         return wire.encode_info(info)
 
@@ -197,6 +208,28 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no such adapter")
         return pb.UnloadAdapterResponse()
 
+    async def EncodeMedia(self, request: pb.EncodeMediaRequest, context: Any) -> pb.EncodeMediaResponse:
+        assert self.media_facts is not None
+        assert not self.num_encoding, "items are encoded one by one"
+        self.num_encoding += 1
+        await self.encoding.wait()
+        self.num_encoding -= 1
+        assert request.key not in self.media, "it is encoded"
+        self.media_encodes.append(request.key)
+        if request.key in self.refused_media:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "of another shape")
+        self.media[request.key] = request.num_features * self.media_facts.feature_bytes
+        self.most_media_bytes = max(self.most_media_bytes, sum(self.media.values()))
+        return pb.EncodeMediaResponse(bytes=self.media[request.key])
+
+    async def DropMedia(self, request: pb.DropMediaRequest, context: Any) -> pb.DropMediaResponse:
+        rows = [row for rows in self.batches.values() for row in rows if not row.is_finished]
+        used = {span.key for row in rows for span in row.request.media}
+        assert used.isdisjoint(request.keys), "a row may need it"
+        for key in request.keys:
+            self.media.pop(key, None)
+        return pb.DropMediaResponse()
+
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
         self.calls.append("ClearCache")
         if request.HasField("id"):
@@ -228,6 +261,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
                 self.names.append(start.name)
                 if start.HasField("adapter_id"):
                     assert start.adapter_id in self.adapters, "the adapter is not loaded"
+                assert all(span.key in self.media for span in start.media), "its media are not encoded"
                 tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
                 known = [*tokens, *start.output_ids]
                 rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))
@@ -301,6 +335,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     def _compute(self, row: Row, chunk: int | None, response: Any) -> None:
         pending = 0 if row.is_finished else len(row.tokens) - row.cached
         count = pending if chunk is None else min(chunk, pending)
+        if self.media_facts is not None and self.media_facts.has_whole_spans:
+            end = row.cached + count
+            inside = [s for s in row.request.media if s.position < end < s.position + s.length and count]
+            assert not inside, "a chunk ends within an item"
         row.cached += count
         self.num_computed += count
         assert row.cached <= len(row.blocks) * BLOCK_SIZE, "a token has no slot"
@@ -308,7 +346,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             return
         new: list[int] = []
         while len(new) < self.stride and not row.is_finished:
-            new.append(next_token(row.tokens, row.request.adapter_id))
+            media = b"".join(span.key for span in row.request.media)
+            new.append(next_token(row.tokens, row.request.adapter_id, media))
             row.tokens.append(new[-1])
             row.is_finished = row.num_generated >= row.request.stopping_parameters.max_new_tokens
         if row.request.id % len(self.urls) != self.rank:
@@ -408,4 +447,4 @@ async def fake_shards(
 async def engine_over(settings: RouterSettings, metrics: Metrics) -> Engine:
     """An engine over the shards of one replica, without a fleet around it."""
     shards = await Shards.connect(settings.master_url, settings.shard_connect_timeout)
-    return await start(shards, settings, metrics)
+    return await start(shards, settings, metrics, media_ranks=shards)

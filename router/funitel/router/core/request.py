@@ -2,9 +2,10 @@
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
-from funitel.proto.step import MediaInput, MediaSpan, SamplingParams, StateSave, StoppingParams
+from funitel.proto.step import MediaFacts, MediaInput, MediaSpan, SamplingParams, StateSave, StoppingParams
 from funitel.router.core.beam_group import BeamGroup
 from funitel.router.core.beam_search import BeamParams
 
@@ -30,7 +31,9 @@ class Limits:
     """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the size of the pool in tokens.
 
     `max_speculate` is the maximum of draft tokens in a step of a request; 0: nothing makes drafts.
-    `max_beams` of a beam search; 0 where there is none. `eos_token_ids` end a completion.
+    `max_beams` of a beam search; 0 where there is none. `eos_token_ids` end a completion. `media` says which images and
+    sounds a prompt may have; a replica keeps features of its `cache_bytes`, and one item has at most `max_span_tokens`
+    tokens of the prompt.
     """
 
     max_input_tokens: int
@@ -40,6 +43,8 @@ class Limits:
     block_size: int = 1  # tokens that the pool is shared out by
     max_beams: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    media: MediaFacts | None = None  # None: prompts are text
+    max_span_tokens: int = 0  # 0: no bound of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +222,8 @@ class Sequence:
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, all of known tokens: SHA-256 over the block before it and its tokens.
 
-        The key before the first is the hash of owner, salt and adapter: those with different ones share nothing.
+        The key before the first is the hash of owner, salt and adapter: those with different ones share nothing. A
+        block with tokens of a media item is that of its content, too, and of its place within the item.
         """
         while len(self._block_keys) <= index:
             count = len(self._block_keys)
@@ -227,8 +233,22 @@ class Sequence:
             num_given = len(self.request.input_ids)
             if end > num_given:  # a block of the completion
                 tokens.extend(self.output_ids[max(0, first - num_given) : end - num_given])
-            self._block_keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+            content = parent + tokens.tobytes()
+            if self.request.media:
+                content += self._media_between(first, end)
+            self._block_keys.append(hashlib.sha256(content).digest())
         return self._block_keys[index]
+
+    def _media_between(self, first: int, end: int) -> bytes:
+        """The keys of the media items that have tokens in [first, end), each with its place before `first`."""
+        media = self.request.media
+        pieces = []
+        for place in range(bisect_right(media, first, key=lambda each: each.span.end), len(media)):
+            span = media[place].span
+            if span.position >= end:
+                break
+            pieces.append(span.key + (first - span.position).to_bytes(8, "little", signed=True))
+        return b"".join(pieces)
 
     def _root_key(self) -> bytes:
         request = self.request

@@ -13,6 +13,7 @@ from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
 from funitel.router.adapters.slots import AdapterSlots, User
 from funitel.router.core.request import Adapter, Limits, Request, Sequence, is_background
 from funitel.router.core.stream import TokenStream
+from funitel.router.encoder_cache.cache import EncoderCache, MediaRanks
 from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.request_table import RequestTable
@@ -21,7 +22,7 @@ from funitel.router.engine.step_loop import StepLoop
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
-from funitel.router.shard_client.capabilities import check_adapter, check_capabilities
+from funitel.router.shard_client.capabilities import check_adapter, check_capabilities, check_media
 from funitel.router.shard_client.replica import Replica
 from funitel.router.telemetry.metrics import Metrics
 
@@ -42,22 +43,26 @@ class Engine:
         decode_tokens: int = RouterSettings.otlp_decode_tokens,
         step_timeout_s: float = RouterSettings.step_timeout_s,
         max_loras: int = RouterSettings.max_loras,
+        media_ranks: MediaRanks | None = None,
     ) -> None:
         self.limits = limits
         self._replica = replica
         self._scheduler = scheduler
         self._metrics = metrics
         self._adapters = AdapterSlots(replica.ranks, max_loras, metrics.adapters, self._rows_dropped, self._displace)
+        self._media = None
+        if media_ranks is not None and limits.media is not None:
+            self._media = EncoderCache(media_ranks, limits.media, metrics.media, self._rows_dropped)
         self.requests = RequestTable(
             scheduler,
             metrics,
             admission,
             enqueue=self._take,
             wake=self._wake,
-            release_adapter=self._adapters.release,
+            release=self._release,
         )
         self.paused = PausedRequests(lambda: (self.requests,), self._resume, lambda: self.can_resume, metrics)
-        # By id, while their grammar is compiled or they wait for their adapter.
+        # By id, while their grammar is compiled or they wait for their adapter or media.
         self._preparing: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}
         self._steps = StepLoop(
             replica,
@@ -126,6 +131,7 @@ class Engine:
         """
         check_capabilities(request.sampling, self._replica.capabilities)
         check_adapter(request.adapter, takes_adapters=self.takes_adapters)
+        check_media(request.media, takes_media=self._media is not None)
         self._check_open()
         sequence = self._sequence_of(request)
         return self.requests.admit(sequence, self._in_flight(request.key))
@@ -173,7 +179,7 @@ class Engine:
     def evacuate(self) -> list[tuple[Sequence, TokenStream]]:
         """Stop without asking the shards; hand over what has not ended, oldest first. `close` comes after."""
         self._steps.halt()
-        self._halt_adapters()
+        self._halt_caches()
         for _, task in self._preparing.values():
             task.cancel()
         scheduler = self._scheduler
@@ -232,19 +238,27 @@ class Engine:
         request = sequence.request
         is_behind = is_background(request.key)
         is_ready = request.adapter is None or self._adapters.take(sequence.id, request.adapter, is_background=is_behind)
-        if is_ready and not request.sampling.grammar:
+        if is_ready and not request.sampling.grammar and self._has_media(sequence):
             self._queue(sequence)
             return
         task = asyncio.create_task(self._prepare_and_queue(sequence))
         self._preparing[sequence.id] = sequence, task
         task.add_done_callback(lambda _: self._preparing.pop(sequence.id))
 
+    def _has_media(self, sequence: Sequence) -> bool:
+        """Whether the shards have encoded the media of a sequence, which holds them from now on."""
+        media = [each.input for each in sequence.request.media]
+        return not media or self._media is None or self._media.take(sequence.id, media)
+
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
         self._steps.note_queued()
 
     async def _prepare_and_queue(self, sequence: Sequence) -> None:
-        """Queue a sequence once the shards have its grammar and its adapter, unless the client has left by then."""
+        """Queue a sequence once the shards have its grammar, adapter and media, unless the client has left by then.
+
+        Media come last: what holds some waits for nothing else.
+        """
         request = sequence.request
         sampling, adapter = request.sampling, request.adapter
         try:
@@ -252,6 +266,9 @@ class Engine:
                 await self._replica.compile_grammar(sampling.grammar_type, sampling.grammar)
             if adapter is not None and sequence in self.requests:
                 await self._adapters.wait(sequence.id, adapter, is_background=is_background(request.key))
+            if self._media is not None and request.media and sequence in self.requests:
+                media = [each.input for each in request.media]
+                await self._media.wait(sequence.id, media, is_background=is_background(request.key))
             if self._steps.has_ended:
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:
@@ -271,8 +288,16 @@ class Engine:
     async def _rows_dropped(self) -> None:
         await self._steps.rows_dropped()
 
-    def _halt_adapters(self) -> None:
+    def _release(self, sequence_id: int) -> None:
+        """Take adapter and media back from a sequence that has left."""
+        self._adapters.release(sequence_id)
+        if self._media is not None:
+            self._media.release(sequence_id)
+
+    def _halt_caches(self) -> None:
         self._adapters.halt()
+        if self._media is not None:
+            self._media.halt()
         self._metrics.adapters.unwatch(self._adapters.use)
 
     async def health(self) -> None:
@@ -294,6 +319,8 @@ class Engine:
         self._is_draining = True
         self.paused.close()
         await self.requests.drained()
-        self._halt_adapters()
+        self._halt_caches()
         await self._adapters.close()
+        if self._media is not None:
+            await self._media.close()
         await self._steps.close()

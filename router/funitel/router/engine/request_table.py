@@ -23,7 +23,7 @@ class RequestTable:
         admission: bounds and estimates.
         enqueue: queues a sequence that was admitted or adopted.
         wake: called when sequences have left early, so that they are in no later step.
-        release_adapter: called with the id of a sequence that has left, if it was to have an adapter.
+        release: called with the id of a sequence that has left, if it was to have an adapter or media items.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RequestTable:
         admission: Admission,
         enqueue: Callable[[Sequence], None],
         wake: Callable[[], None],
-        release_adapter: Callable[[int], None] = lambda sequence_id: None,
+        release: Callable[[int], None] = lambda sequence_id: None,
     ) -> None:
         self.streams: dict[int, TokenStream] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -45,7 +45,7 @@ class RequestTable:
         self._admission = admission
         self._enqueue = enqueue
         self._wake = wake
-        self._release_adapter = release_adapter
+        self._release = release
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -135,8 +135,8 @@ class RequestTable:
             self._num_of_key[key] -= 1
             if not self._num_of_key[key]:
                 del self._num_of_key[key]
-            if stream.request.adapter is not None:
-                self._release_adapter(sequence_id)
+            if stream.request.adapter is not None or stream.request.media:
+                self._release(sequence_id)
         return stream
 
     def find(self, stream: TokenStream) -> Sequence | None:

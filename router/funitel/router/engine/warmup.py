@@ -10,6 +10,7 @@ from funitel.proto.errors import SettingsError
 from funitel.proto.settings.fields import require
 from funitel.proto.step import Capability, SamplingParams, SequenceStart, StoppingParams, WarmupLimits, WarmupResult
 from funitel.router.core.request import Limits
+from funitel.router.encoder_cache.cache import MediaRanks
 from funitel.router.engine.engine import Engine
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.kv_cache.host_tier import CacheTier, HostTier
@@ -37,7 +38,13 @@ def admission_of(settings: RouterSettings) -> Admission:
     )
 
 
-async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admission: Admission | None = None) -> Engine:
+async def start(
+    ranks: Ranks,
+    settings: RouterSettings,
+    metrics: Metrics,
+    admission: Admission | None = None,
+    media_ranks: MediaRanks | None = None,
+) -> Engine:
     """Warm the ranks of a model up and start the engine over them.
 
     Args:
@@ -45,6 +52,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         settings: the router's.
         metrics: get the sizes of weights and pool.
         admission: that of ranks which served before them.
+        media_ranks: the same ranks, where prompts may have the media that they take.
 
     Raises:
         StartupError: settings, model and memory do not fit together.
@@ -75,6 +83,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         max_beams=_max_beams(settings, state_slots) if forks else 0,
         eos_token_ids=replica.info.eos_token_ids,
     )
+    if media_ranks is not None and is_chunked:
+        limits = with_media(limits, replica, min(settings.max_batch_prefill_tokens, limits.pool_tokens))
     policy = SchedulerPolicy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
@@ -88,6 +98,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
         max_steps_each=settings.pipeline_steps,
         preemption_victim=settings.preemption_victim,
         swaps=settings.preemption_mode == SWAP,
+        has_whole_spans=limits.max_span_tokens > 0,
         target_gap_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
     )
     for info, result in zip(replica.infos, results, strict=True):
@@ -107,8 +118,18 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     chosen = admission or admission_of(settings)
     decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
     return Engine(
-        replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout, settings.max_loras
+        *(replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout, settings.max_loras),
+        media_ranks,
     )
+
+
+def with_media(limits: Limits, replica: Replica, max_chunk_tokens: int) -> Limits:
+    """Return the limits with the media that all ranks take, of whose features each keeps as many bytes as any."""
+    facts = [info.media for info in replica.infos if info.media is not None]
+    if Capability.MEDIA not in replica.capabilities or len(facts) < len(replica.infos):
+        return limits
+    media = replace(facts[-1], cache_bytes=min(each.cache_bytes for each in facts))
+    return replace(limits, media=media, max_span_tokens=max_chunk_tokens if media.has_whole_spans else 0)
 
 
 def _lower_tier(results: Sequence[WarmupResult], settings: RouterSettings) -> HostTier:

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from funitel.proto.errors import StartupError
-from funitel.proto.step import Capability, ShardInfo
+from funitel.proto.step import Capability, MediaFacts, ShardInfo
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.warmup import admission_of, start
@@ -28,6 +28,7 @@ _ALIKE = (
     "max_lora_rank",
     "speculate",
     "eos_token_ids",
+    "media",
 )
 
 
@@ -66,7 +67,7 @@ class ReplicaSlot(Slot):
         """
         with ExitStack() as undo:
             undo.callback(self.metrics.retire)
-            engine = await start(shards, settings, self.metrics, self.admission)
+            engine = await start(shards, settings, self.metrics, self.admission, media_ranks=shards)
             undo.pop_all()
         return ServingReplica(slot=self, shards=shards, engine=engine)
 
@@ -97,7 +98,23 @@ def smallest_limits(limits: Seq[Limits]) -> Limits:
         block_size=limits[0].block_size,
         max_beams=min(each.max_beams for each in limits),
         eos_token_ids=limits[0].eos_token_ids,
+        media=_smallest_cache([each.media for each in limits]),
+        max_span_tokens=min(each.max_span_tokens for each in limits),
     )
+
+
+def _smallest_cache(facts: Seq[MediaFacts | None]) -> MediaFacts | None:
+    """The facts of media, which are alike, with the bytes that every replica keeps; None where one takes text only."""
+    known = [each for each in facts if each is not None]
+    if len(known) < len(facts):
+        return None
+    return replace(known[0], cache_bytes=min(each.cache_bytes for each in known))
+
+
+def _fact(info: ShardInfo, name: str) -> object:
+    """What replicas have alike of a fact: of media all but the size of the cache."""
+    value = getattr(info, name)
+    return replace(value, cache_bytes=0) if isinstance(value, MediaFacts) else value
 
 
 def can_take_adapters(info: ShardInfo) -> bool:
@@ -108,9 +125,9 @@ def can_take_adapters(info: ShardInfo) -> bool:
 def check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:
     """Raise StartupError unless a request may go to any replica, and from one to another."""
     for name in _ALIKE:
-        first = getattr(infos[0], name)
+        first = _fact(infos[0], name)
         for address, info in zip(addresses, infos, strict=True):
-            other = getattr(info, name)
+            other = _fact(info, name)
             if other != first:
                 raise StartupError(
                     f"replicas must be alike: {name} is {_shown(first)} at {addresses[0]}, {_shown(other)} at {address}"

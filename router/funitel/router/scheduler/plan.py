@@ -23,6 +23,7 @@ class SchedulerPolicy:
     max_steps_each: int = 2  # of a micro-batch in flight, where there are several
     preemption_victim: str = "newest"  # a name of `preemption.PREFERENCES`
     swaps: bool = False  # blocks of preempted sequences are saved to the lower tier, where there are slots
+    has_whole_spans: bool = False  # a chunk ends within no media item
     target_gap_seconds: float | None = None  # maximum between a running stream's tokens; some plain steps if None
 
 

@@ -3,13 +3,15 @@
 Keys take turns by the tokens they were given.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import ceil
 
 from funitel.proto.step import SequenceStart, StateSave, StoppingParams
-from funitel.router.core.request import Sequence, is_background
+from funitel.router.core.request import RequestMedia, Sequence, is_background
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import ChunkBudget
 from funitel.router.scheduler.decode import RunningSet
@@ -45,6 +47,21 @@ class Prefix:
 def num_rows(sequence: Sequence) -> int:
     """Rows that a step may have of a sequence: its beams."""
     return 1 if sequence.beams is None else sequence.beams.params.width
+
+
+def whole_spans(media: Seq[RequestMedia], begun: int, count: int, *, may_extend: bool) -> int:
+    """Return how many of `count` tokens behind `begun` others to compute so that the chunk ends within no media item.
+
+    The chunk ends where the item begins; one that begins with the item, or within it behind a cached prefix, has all of
+    it if it `may_extend`, and else no token.
+    """
+    place = bisect_right(media, begun + count, key=lambda each: each.span.end)
+    span = media[place].span if place < len(media) else None
+    if span is None or span.position >= begun + count:
+        return count
+    if span.position > begun:
+        return span.position - begun
+    return span.end - begun if may_extend else 0
 
 
 class PrefillPlanner:
@@ -228,6 +245,7 @@ class PrefillPlanner:
             mirostat_mu=sequence.mirostat_mu,
             adapter_id=None if request.adapter is None else request.adapter.id,
             speculate=request.speculate,
+            media=tuple([each.span for each in request.media]),
         )
 
     # Spending -------------------------------------------------------------------------------------------------------
@@ -274,11 +292,13 @@ class PrefillPlanner:
                 is_urgent = self._is_urgent(sequence, num_cached)
                 if budget.is_spent and not is_urgent:
                     break
-                first = budget.fit(num_cached, sequence.num_known - num_cached, is_urgent=is_urgent)
+                first = self._fit(sequence, num_cached, sequence.num_known - num_cached, budget, is_urgent=is_urgent)
                 may_enter = self.fits(sequence, prefix, first)
                 if may_enter:
                     self.allocate(sequence, prefix)
-                    computed[sequence.id] = budget.take(num_cached, sequence.num_pending, is_urgent=is_urgent)
+                    computed[sequence.id] = self._take(
+                        sequence, num_cached, sequence.num_pending, budget, is_urgent=is_urgent
+                    )
                     self._shares.charge(sequence, computed[sequence.id])
                     starts.append(self.to_start(sequence, computed[sequence.id]))
             else:
@@ -289,9 +309,27 @@ class PrefillPlanner:
         """Let a running sequence take what it can of `budget`."""
         begun = computed[sequence.id]
         num_computed, pending = sequence.ahead()
-        count = budget.take(num_computed + begun, pending - begun, is_urgent=is_urgent)
+        count = self._take(sequence, num_computed + begun, pending - begun, budget, is_urgent=is_urgent)
         computed[sequence.id] += count
         self._shares.charge(sequence, count)
+
+    def _fit(self, sequence: Sequence, begun: int, wanted: int, budget: ChunkBudget, *, is_urgent: bool) -> int:
+        """How many of `wanted` tokens behind `begun` others fit into a step."""
+        count = budget.fit(begun, wanted, is_urgent=is_urgent)
+        if not (count and self._has_whole_spans(sequence)):
+            return count
+        return whole_spans(sequence.request.media, begun, count, may_extend=budget.has_no_chunk)
+
+    def _take(self, sequence: Sequence, begun: int, wanted: int, budget: ChunkBudget, *, is_urgent: bool) -> int:
+        """Spend the budget on as many tokens as `_fit` says; returns how many that is."""
+        if not self._has_whole_spans(sequence):
+            return budget.take(begun, wanted, is_urgent=is_urgent)
+        count = self._fit(sequence, begun, wanted, budget, is_urgent=is_urgent)
+        budget.spend(begun, count)
+        return count
+
+    def _has_whole_spans(self, sequence: Sequence) -> bool:
+        return self._policy.has_whole_spans and bool(sequence.request.media)
 
     def _is_urgent(self, sequence: Sequence, num_cached: int) -> bool:
         """Whether streams of other keys may wait longer for a prompt: a short one of a key that was given less.

@@ -1,12 +1,12 @@
 """Capabilities of the shards: refuse request fields that they would silently ignore. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Capability, GrammarType, SamplingParams
 from funitel.proto.strategy import OFF
-from funitel.router.core.request import Adapter
+from funitel.router.core.request import Adapter, RequestMedia
 
 
 def _uses(name: str, params: SamplingParams) -> bool:
@@ -38,6 +38,12 @@ def check_adapter(adapter: Adapter | None, *, takes_adapters: bool) -> None:
     """Raise InvalidRequest for a request with an adapter where shards take none."""
     if adapter is not None and not takes_adapters:
         raise InvalidRequest("`adapter_id` is not supported by the shards of this server", "adapter_id")
+
+
+def check_media(media: Sequence[RequestMedia], *, takes_media: bool) -> None:
+    """Raise InvalidRequest for a request with images or sounds where shards take none."""
+    if media and not takes_media:
+        raise InvalidRequest("images and sounds are not supported by the shards of this server")
 
 
 def check_capabilities(sampling: SamplingParams, capabilities: frozenset[str]) -> None:

@@ -20,6 +20,7 @@ from funitel.proto.step import (
     EncoderResult,
     EncoderTask,
     GrammarType,
+    MediaInput,
     RowUpdate,
     SequenceStart,
     ShardInfo,
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 HEALTH_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 30.0
 ADAPTER_TIMEOUT_SECONDS = 300.0  # files of some gigabytes on a slow disk
+MEDIA_TIMEOUT_SECONDS = 300.0  # a large image between the steps of a busy CPU
 DISMISS_SECONDS = 2.0  # for a rank to answer
 # Ranks answer together: once one has failed, the others have so much time.
 STRAGGLER_SECONDS = 5.0
@@ -46,6 +48,10 @@ LOG_SECONDS = 10.0  # between two log lines while the router waits for them
 T = TypeVar("T")
 Message = Any  # protobuf messages share no useful base
 Results = tuple[StepResult, ...]  # of the ranks asked, in their order
+
+
+def _media_payload(media: MediaInput) -> bytes:
+    return encoder_wire.encode_media(media).SerializeToString()
 
 
 def _ignore(task: "asyncio.Future[Any]") -> None:
@@ -209,8 +215,8 @@ class Shards:
 
     async def load_adapter(self, adapter_id: str, path: str) -> int:
         """Load an adapter on every rank, or on none, beside the steps; return the bytes that it takes on all."""
-        request = pb.LoadAdapterRequest(id=adapter_id, path=path)
-        loaded = await self._each("LoadAdapter", request, pb.LoadAdapterResponse.FromString)
+        payload = pb.LoadAdapterRequest(id=adapter_id, path=path).SerializeToString()
+        loaded = await self._each("LoadAdapter", payload, pb.LoadAdapterResponse.FromString, ADAPTER_TIMEOUT_SECONDS)
         failures = [answer for answer in loaded if isinstance(answer, BaseException)]
         if failures:
             with suppress(FunitelError):
@@ -220,17 +226,35 @@ class Shards:
 
     async def unload_adapter(self, adapter_id: str) -> None:
         """Drop an adapter on every rank."""
-        answers = await self._each(
-            "UnloadAdapter", pb.UnloadAdapterRequest(id=adapter_id), pb.UnloadAdapterResponse.FromString
-        )
+        payload = pb.UnloadAdapterRequest(id=adapter_id).SerializeToString()
+        parse = pb.UnloadAdapterResponse.FromString
+        answers = await self._each("UnloadAdapter", payload, parse, ADAPTER_TIMEOUT_SECONDS)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
         if failures:
             raise _worst(failures)
 
-    async def _each(self, method: str, request: Message, parse: Parse[T]) -> list[T | BaseException]:
+    async def encode_media(self, media: MediaInput) -> int:
+        """Encode a media item on every rank, or on none, beside the steps; return the most bytes that a rank keeps."""
+        payload = await asyncio.to_thread(_media_payload, media)  # some megabytes
+        encoded = await self._each("EncodeMedia", payload, pb.EncodeMediaResponse.FromString, MEDIA_TIMEOUT_SECONDS)
+        failures = [answer for answer in encoded if isinstance(answer, BaseException)]
+        if failures:
+            with suppress(FunitelError):
+                await self.drop_media([media.key])
+            raise _worst(failures)
+        return max(answer.bytes for answer in encoded if isinstance(answer, pb.EncodeMediaResponse))
+
+    async def drop_media(self, keys: Sequence[bytes]) -> None:
+        """Drop features of media items on every rank."""
+        payload = pb.DropMediaRequest(keys=keys).SerializeToString()
+        answers = await self._each("DropMedia", payload, pb.DropMediaResponse.FromString, MEDIA_TIMEOUT_SECONDS)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            raise _worst(failures)
+
+    async def _each(self, method: str, payload: bytes, parse: Parse[T], timeout: float) -> list[T | BaseException]:
         """Call every rank and wait for all of them: a failure of one says nothing of the others."""
-        payload = request.SerializeToString()
-        calls = (client.call(method, payload, parse, ADAPTER_TIMEOUT_SECONDS) for client in self.clients)
+        calls = (client.call(method, payload, parse, timeout) for client in self.clients)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def encode(self, task: EncoderTask, inputs: Sequence[EncoderInput]) -> EncoderResult:

@@ -26,6 +26,7 @@ from funitel.router.core.stream import Timings
 from funitel.router.telemetry.adapter_metrics import AdapterMetrics
 from funitel.router.telemetry.collectors import FastCounter, FastHistogram, FastSummary
 from funitel.router.telemetry.live import LiveNumbers
+from funitel.router.telemetry.media_metrics import MediaMetrics
 from funitel.router.telemetry.model_states import ModelStates
 from funitel.router.telemetry.recent_requests import RecentRequests
 from funitel.router.telemetry.replica_metrics import RankNumbers, ReplicaMetrics, ReplicaNumbers
@@ -535,6 +536,7 @@ class Metrics:
         self._memory = self._gauge("funitel_memory_bytes", "Memory of its host that a rank holds.", "rank", "kind")
         self.roofline = Roofline(self.registry)
         self.adapters = AdapterMetrics(self.registry)
+        self.media = MediaMetrics(self.registry)
         self._blocks = self._gauge("funitel_blocks", "KV blocks.", "state")
         self._states = self._gauge("funitel_state_slots", "Slots of recurrent states.", "state")
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")

@@ -98,14 +98,23 @@ class ChunkBudget:
         """How many of `wanted` tokens behind `context` others may be computed; the step's first chunk has a floor."""
         allowed = self._urgent if is_urgent else self._allowance
         most = max(0, min(wanted, allowed.tokens - self._tokens))
-        floor = MIN_CHUNK_TOKENS if self.load.num_prompt_tokens == 0 else 0
+        floor = MIN_CHUNK_TOKENS if self.has_no_chunk else 0
         return min(most, max(floor, self._costs.tokens_within(allowed.seconds - self._seconds, context, most)))
+
+    @property
+    def has_no_chunk(self) -> bool:
+        """Whether the step has no prompt tokens yet: its first chunk may be larger than what fits."""
+        return self.load.num_prompt_tokens == 0
 
     def take(self, context: int, wanted: int, *, is_urgent: bool = False) -> int:
         """Spend the budget on what `fit` says of the same arguments; returns how many tokens that is."""
         count = self.fit(context, wanted, is_urgent=is_urgent)
+        self.spend(context, count)
+        return count
+
+    def spend(self, context: int, count: int) -> None:
+        """Note that the step computes `count` tokens behind `context` others."""
         if count:
             self._tokens += count
             self._seconds += self._costs.seconds(context, count)
             self.load.add_chunk(context, count)
-        return count
