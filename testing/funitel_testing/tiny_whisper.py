@@ -1,5 +1,6 @@
 """A small random Whisper in Hugging Face layout, with a tokenizer of bytes, and what transformers makes of sounds."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,19 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.loading.generator import load_generator
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.step import (
+    MediaInput,
+    MediaKind,
+    MediaSpan,
+    SamplingParams,
+    SequenceStart,
+    StoppingParams,
+    WarmupLimits,
+)
 
 NUM_BYTES = 256
 LANGUAGES = ("en", "de", "fr")
@@ -30,6 +44,7 @@ NUM_TIMESTAMPS = 1501
 VOCAB_SIZE = FIRST_TIMESTAMP + NUM_TIMESTAMPS
 SUPPRESSED = (1, 2, 7, 8, START, IDS["<|translate|>"], IDS["<|startofprev|>"], IDS["<|nospeech|>"])
 RATE = 16_000
+NUM_FEATURES = 1500
 
 
 def save_tiny_whisper(folder: Path, seed: int = 1, *, num_mel_bins: int = 80, **changes: Any) -> Path:
@@ -131,18 +146,60 @@ def load_whisper(folder: Path) -> Any:
     return transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def generate(folder: Path, mel: torch.Tensor, **how: Any) -> list[list[int]]:
-    """Completions by transformers, behind the decoder's opening, each up to its end."""
+def generate(folder: Path, mel: torch.Tensor, num_opening: int, **how: Any) -> list[int]:
+    """The completion of one sound by transformers, behind so many tokens of the decoder, up to its end."""
     model = load_whisper(folder)
     with torch.inference_mode():
-        found = model.generate(mel, do_sample=False, num_beams=1, force_unique_generate_call=True, **how)
-    rows = found.tolist() if isinstance(found, torch.Tensor) else found["sequences"].tolist()
-    return [_completion(row) for row in rows]
-
-
-def _completion(row: Sequence[int]) -> list[int]:
-    ids = list(row)
-    special = set(IDS.values()) - {END}
-    begin = next((place for place, token_id in enumerate(ids) if token_id not in special), len(ids))
-    ids = ids[begin:]
+        found = model.generate(
+            mel,
+            do_sample=False,
+            num_beams=1,
+            force_unique_generate_call=True,
+            return_dict_in_generate=True,
+            **how,
+        )
+    ids: list[int] = found["sequences"][0].tolist()[num_opening:]
     return ids[: ids.index(END) + 1] if END in ids else ids
+
+
+# On a shard
+
+
+BLOCK_SIZE = 16
+BLOCKS_EACH = -(-(NUM_FEATURES + 64) // BLOCK_SIZE)
+
+
+def whisper_executor(folder: Path, **settings: Any) -> Executor:
+    """Load and warm up one rank, with a pool for eight sequences."""
+    chosen = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "num_threads": 1} | settings
+    executor, _ = load_generator(ModelServerSettings(model_id=str(folder), **chosen), folder)
+    warm = SequenceStart(
+        request_id=0, sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=1), inputs="x" * 20
+    )
+    executor.warmup([warm], WarmupLimits(max_prefill_tokens=2000, max_batch_total_tokens=8 * BLOCKS_EACH * BLOCK_SIZE))
+    return executor
+
+
+def hear(executor: Executor, mel: torch.Tensor) -> bytes:
+    """Have a sound encoded; returns its key."""
+    values = mel[0].numpy().astype("<f4").tobytes()
+    key = hashlib.sha256(values).digest()
+    shape = tuple(mel.shape[1:])
+    media = MediaInput(key=key, kind=MediaKind.AUDIO, shape=shape, values=values, num_features=NUM_FEATURES)
+    executor.encode_media(media).result()
+    return key
+
+
+def transcription(
+    request_id: int, key: bytes, opening: Sequence[int], max_new_tokens: int = 448, **sampling: Any
+) -> SequenceStart:
+    """A sequence that hears a sound, with blocks of its own, picked by its id."""
+    first = 1 + BLOCKS_EACH * (request_id % 8)
+    return SequenceStart(
+        request_id=request_id,
+        input_ids=(*(END,) * NUM_FEATURES, *opening),
+        sampling=SamplingParams(**sampling),
+        stopping=StoppingParams(max_new_tokens=max_new_tokens),
+        blocks=tuple(range(first, first + BLOCKS_EACH)),
+        media=(MediaSpan(key, 0, NUM_FEATURES),),
+    )

@@ -241,6 +241,7 @@ class RowAdmission:
             has_text=self._has_text,
         )
         sampling.first_timestamp = first_timestamp
+        sampling.wants_raw |= start.sampling.raw_logprobs and follower is not None
         return SequenceState(
             index=self._table.take(),  # last of all that can fail
             start=start,

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit
@@ -33,6 +35,8 @@ from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.step import Capability
+
+DEFAULT_CACHE_GB, DEFAULT_GPU_CACHE_GB = 0.5, 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     if spec.hears:
         # Its features lie in the pool as soon as a sequence runs: a few sounds that wait are all that is kept.
         encoder = WhisperEncoder(spec.encoder, config["num_mel_bins"], weights)
-        media = MediaService(encoder, media_cache_bytes(settings, device), device)
+        media = MediaService(encoder, _cache_bytes(settings, device, encoder), device)
         rules, num_opening = TranscriptionRules(spec, decoding, media.features), 0  # the prompt has the opening
     # Timestamps are chosen by the host, behind each step.
     loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=not spec.hears)
@@ -86,6 +90,16 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         speculate=num_opening,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return executor, info
+
+
+def _cache_bytes(settings: ModelServerSettings, device: torch.device, encoder: WhisperEncoder) -> int:
+    """Bytes for the features of sounds. Raises SettingsError where they have no room for one."""
+    default = DEFAULT_CACHE_GB if device.type == "cpu" else DEFAULT_GPU_CACHE_GB
+    given = default if settings.media_cache_gb is None else settings.media_cache_gb
+    least = encoder.num_features * encoder.feature_bytes
+    if given * 2**30 < least:
+        raise SettingsError(f"--media-cache-gb must have room for {least} bytes, the features of a sound, given {given}")
+    return int(given * 2**30)
 
 
 def _check(settings: ModelServerSettings) -> None:

@@ -1,7 +1,5 @@
 """The sound of a model's requests: decode files in a sandbox, and cut windows for the model out of spectrograms."""
 
-import asyncio
-import base64
 import hashlib
 import logging
 from collections.abc import Callable
@@ -46,7 +44,6 @@ class AudioService:
 
     def __init__(self, model: SpeechModel, settings: RouterSettings) -> None:
         self.model = model
-        self._max_seconds = settings.max_audio_seconds
         frames = int(settings.max_audio_seconds * FRAMES_PER_SECOND) + model.num_frames
         self._pool = SandboxPool(
             "funitel.router.audio.worker",
@@ -54,7 +51,7 @@ class AudioService:
             most=MAX_PROCESSES,
             time_limit=DECODE_SECONDS,
             memory_limit=_BASE_BYTES + frames * _BYTES_PER_FRAME,
-            max_answer_bytes=frames * model.num_mel_bins * 6 + _ANSWER_SLACK,
+            max_answer_bytes=frames * model.num_mel_bins * 4 + _ANSWER_SLACK,
             has_several_keys=settings.has_several_keys,
         )
 
@@ -78,9 +75,8 @@ class AudioService:
             InvalidRequest: it cannot be decoded, is too long, or takes too much time or memory.
             Overloaded: no process can be started.
         """
-        encoded = (await asyncio.to_thread(base64.b64encode, content)).decode()
         try:
-            answer = await self._pool.run([encoded, field], owner)
+            answer, values = await self._pool.run_attached(field, content, owner)
         except Killed as killed:
             raise InvalidRequest(f"`{field}` cannot be decoded: {killed}", field) from None
         except WorkerUnavailable as error:
@@ -88,9 +84,8 @@ class AudioService:
             raise Overloaded(": audio cannot be decoded now") from None
         if isinstance(answer, str):
             raise InvalidRequest(answer, field)
-        seconds, num_frames, values = answer
-        content = await asyncio.to_thread(base64.b64decode, values)
-        mel = np.frombuffer(content, "<f4").reshape(self.model.num_mel_bins, num_frames)
+        seconds, num_frames = answer
+        mel = np.frombuffer(values, "<f4").reshape(self.model.num_mel_bins, num_frames)
         return Sound(seconds, mel)
 
     def window(self, sound: Sound, seek: int) -> RequestMedia:

@@ -92,6 +92,7 @@ def generation_route(handler: IncomingHandler) -> Handler:
 
     async def admitted(request: HttpRequest) -> Response:
         service = service_of(request)
+        service.check_writes()
         return await _admitted(request, service, service.engine, handler)
 
     return counted_route(wraps(handler)(admitted))
