@@ -98,7 +98,9 @@ def _cache_bytes(settings: ModelServerSettings, device: torch.device, encoder: W
     given = default if settings.media_cache_gb is None else settings.media_cache_gb
     least = encoder.num_features * encoder.feature_bytes
     if given * 2**30 < least:
-        raise SettingsError(f"--media-cache-gb must have room for {least} bytes, the features of a sound, given {given}")
+        raise SettingsError(
+            f"--media-cache-gb must have room for {least} bytes, the features of a sound, given {given}"
+        )
     return int(given * 2**30)
 
 

@@ -26,7 +26,7 @@ class WhisperEncoder:
     kinds = frozenset({MediaKind.AUDIO})
     has_whole_spans = False
     has_axes = False
-    placeholder_ids: dict[MediaKind, int] = {}  # noqa: RUF012  none: the decoder looks at features
+    placeholder_ids: dict[MediaKind, int] = {}
 
     def __init__(self, spec: ModelSpec, num_mel_bins: int, weights: Weights) -> None:
         prefix, width = f"{weights.prefix}encoder", spec.hidden_size
@@ -53,7 +53,9 @@ class WhisperEncoder:
         if media.shape != self.shape or len(media.values) != num_bytes:
             raise InvalidRequest(f"shape must be {list(self.shape)} of float32, given {list(media.shape)}", "shape")
         if media.num_features != self.num_features:
-            raise InvalidRequest(f"num_features must be {self.num_features}, given {media.num_features}", "num_features")
+            raise InvalidRequest(
+                f"num_features must be {self.num_features}, given {media.num_features}", "num_features"
+            )
         mel = np.frombuffer(media.values, dtype="<f4").reshape(1, *self.shape)
         x = torch.from_numpy(mel.copy()).to(self._device, self._dtype)
         for stride, (weight, bias) in enumerate(self._convolutions, 1):

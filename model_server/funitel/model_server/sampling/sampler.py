@@ -1,8 +1,8 @@
 """Sample tokens and log-probabilities from logits, batched, in TGI's order of logits processors.
 
 The order: watermark, logit bias, penalties, grammar, timestamps, temperature, top-k, top-p, min-p, typical-p;
-`strategies` say where their stages come. Log-probabilities are those after all of it, or of the model's own scores where `raw_logprobs`
-asks for them.
+`strategies` say where their stages come. Log-probabilities are those after all of it, or of the model's own scores
+where `raw_logprobs` asks for them.
 
 Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
 batch, and after being resumed elsewhere. Runs on rank 0 only.

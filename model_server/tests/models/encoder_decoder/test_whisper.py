@@ -91,7 +91,10 @@ def test_features_are_those_of_transformers(
     [
         (PLAIN, {"language": "de", "task": "transcribe"}),
         (TIMED, {"language": "de", "task": "transcribe", "return_timestamps": True}),
-        ((PLAIN[0], IDS["<|fr|>"], IDS["<|translate|>"]), {"language": "fr", "task": "translate", "return_timestamps": 1}),
+        (
+            (PLAIN[0], IDS["<|fr|>"], IDS["<|translate|>"]),
+            {"language": "fr", "task": "translate", "return_timestamps": 1},
+        ),
     ],
 )
 def test_alone_and_together_it_writes_what_transformers_writes(

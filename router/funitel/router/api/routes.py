@@ -7,6 +7,7 @@ from typing import Any
 from funitel.proto.version import version
 from funitel.router.api import (
     anthropic,
+    audio,
     batches,
     embeddings,
     fleet,
@@ -35,6 +36,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *fleet.ROUTES,
     *openai.ROUTES,
     *embeddings.ROUTES,
+    *audio.ROUTES,
     *responses.ROUTES,
     *requests.ROUTES,
     *steps.ROUTES,

@@ -8,7 +8,7 @@ import soundfile
 from funitel.proto.errors import InvalidRequest
 from funitel.router.audio.container import container_of
 from funitel.router.audio.resample import Resampler
-from funitel.router.audio.spectrogram import RATE
+from funitel.router.audio.segments import RATE
 
 MIN_RATE, MAX_RATE = 4_000, 192_000
 MAX_CHANNELS = 32

@@ -4,6 +4,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+RATE = 16_000  # samples in a second that a model hears
+HOP = 160  # of these in a frame of a spectrogram
+FRAMES_PER_SECOND = RATE // HOP
 SECONDS_PER_TIMESTAMP = 0.02
 FRAMES_PER_TIMESTAMP = 2
 
@@ -23,9 +26,7 @@ class Segment:
     text: str = field(default="")
 
 
-def part(
-    ids: Sequence[int], first_timestamp: int, seek: int, num_frames: int, frames_per_second: int
-) -> tuple[list[Segment], int]:
+def part(ids: Sequence[int], first_timestamp: int, seek: int, num_frames: int) -> tuple[list[Segment], int]:
     """Part the tokens of a window, without the one that ends it, into segments.
 
     Two timestamps in a row are the end of a segment and the beginning of the next. Behind the last such pair there may
@@ -36,11 +37,10 @@ def part(
         first_timestamp: the token of 0 s.
         seek: frame at which the window begins.
         num_frames: that the window has, at most those of 30 s.
-        frames_per_second: of a spectrogram.
 
     Returns the segments, and how many frames on the next window begins.
     """
-    offset = seek / frames_per_second
+    offset = seek / FRAMES_PER_SECOND
     is_time = [token_id >= first_timestamp for token_id in ids]
     pairs = [place + 1 for place in range(len(ids) - 1) if is_time[place] and is_time[place + 1]]
     ends_once = is_time[-2:] == [False, True]  # no speech comes behind

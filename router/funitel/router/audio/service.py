@@ -5,11 +5,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from funitel.proto.errors import InvalidRequest, Overloaded
 from funitel.proto.step import MediaInput, MediaKind, MediaSpan
-from funitel.router.audio.spectrogram import FRAMES_PER_SECOND
+from funitel.router.audio.segments import FRAMES_PER_SECOND
 from funitel.router.audio.speech_model import SpeechModel
 from funitel.router.core.request import RequestMedia
 from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
@@ -19,6 +17,7 @@ from funitel.router.text.model_files import ModelFiles
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 2
+BYTES = 4  # of a value
 DECODE_SECONDS = 60.0
 _BASE_BYTES = 3 << 30  # of address space: Python and its libraries
 _BYTES_PER_FRAME = 20_000  # of address space, for samples of every kind on the way to a frame
@@ -28,15 +27,24 @@ PROCESSOR = b"funitel whisper log-mel 1"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
-    """A decoded file: its length, and its spectrogram [mel bins, frames] float32."""
+    """A decoded file: its length, and its spectrogram [mel bins, mel_frames] float32, little-endian."""
 
     seconds: float
-    mel: np.ndarray
+    mel: bytes
+    mel_frames: int
 
     @property
     def num_frames(self) -> int:
         """Frames that are to be heard: those of the sound, without the silence behind a short one."""
-        return min(self.mel.shape[1], max(1, round(self.seconds * FRAMES_PER_SECOND)))
+        return min(self.mel_frames, max(1, round(self.seconds * FRAMES_PER_SECOND)))
+
+    def cut(self, begin: int, count: int) -> bytes:
+        """The spectrogram of `count` frames from `begin` on, [mel bins, count]; zeros behind its end."""
+        row = BYTES * self.mel_frames
+        silence = bytes(BYTES * count)
+        begin, end = BYTES * begin, BYTES * min(begin + count, self.mel_frames)
+        rows = [self.mel[at + begin : at + end] for at in range(0, len(self.mel), row)]
+        return b"".join([(each + silence)[: len(silence)] for each in rows])
 
 
 class AudioService:
@@ -51,7 +59,7 @@ class AudioService:
             most=MAX_PROCESSES,
             time_limit=DECODE_SECONDS,
             memory_limit=_BASE_BYTES + frames * _BYTES_PER_FRAME,
-            max_answer_bytes=frames * model.num_mel_bins * 4 + _ANSWER_SLACK,
+            max_answer_bytes=frames * model.num_mel_bins * BYTES + _ANSWER_SLACK,
             has_several_keys=settings.has_several_keys,
         )
 
@@ -85,21 +93,15 @@ class AudioService:
         if isinstance(answer, str):
             raise InvalidRequest(answer, field)
         seconds, num_frames = answer
-        mel = np.frombuffer(values, "<f4").reshape(self.model.num_mel_bins, num_frames)
-        return Sound(seconds, mel)
+        return Sound(seconds, values, num_frames)
 
     def window(self, sound: Sound, seek: int) -> RequestMedia:
         """What a shard hears of a sound from frame `seek` on: 30 s, behind its end nothing."""
         model = self.model
         shape = (model.num_mel_bins, model.num_frames)
-        mel = np.zeros(shape, "<f4")
-        part = sound.mel[:, seek : seek + model.num_frames]
-        mel[:, : part.shape[1]] = part
-        values = mel.tobytes()
+        values = sound.cut(seek, model.num_frames)
         key = hashlib.sha256(PROCESSOR + repr(shape).encode() + values).digest()
-        media = MediaInput(
-            key=key, kind=MediaKind.AUDIO, shape=shape, values=values, num_features=model.num_features
-        )
+        media = MediaInput(key=key, kind=MediaKind.AUDIO, shape=shape, values=values, num_features=model.num_features)
         return RequestMedia(MediaSpan(key, 0, model.num_features), media)
 
     async def close(self) -> None:

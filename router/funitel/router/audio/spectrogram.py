@@ -7,12 +7,10 @@ from functools import cache
 
 import numpy as np
 
-RATE = 16_000
-HOP = 160  # samples of a frame
-FRAMES_PER_SECOND = RATE // HOP
+from funitel.router.audio.segments import HOP, RATE
+
 WINDOW = 400
 WINDOW_SECONDS = 30
-WINDOW_FRAMES = WINDOW_SECONDS * FRAMES_PER_SECOND
 _FRAMES_AT_ONCE = 4096
 _FLOOR = 1e-10
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.audio.decoder import decode
-from funitel.router.audio.spectrogram import RATE, log_mel
+from funitel.router.audio.segments import RATE
+from funitel.router.audio.spectrogram import log_mel
 from funitel.router.sandbox.worker import AttachedAnswer, serve_attached
 
 

@@ -13,7 +13,11 @@ NOUNS = {MediaKind.IMAGE: "image", MediaKind.AUDIO: "sound"}
 
 
 def insert(
-    text: str, plain: Spans, prepared: Sequence[PreparedMedia], markers: Mapping[MediaKind, str], field: str = "messages"
+    text: str,
+    plain: Spans,
+    prepared: Sequence[PreparedMedia],
+    markers: Mapping[MediaKind, str],
+    field: str = "messages",
 ) -> tuple[str, Spans]:
     """Replace the markers of a rendered prompt, in order, by the text of the items; return it with its plain spans.
 

@@ -25,7 +25,13 @@ from funitel.router.serving.running import RunningRequests
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
-from funitel.router.text.model_files import ModelFiles, ModelOrigin, RecommendedSampling, find_model_folder, read_recommended
+from funitel.router.text.model_files import (
+    ModelFiles,
+    ModelOrigin,
+    RecommendedSampling,
+    find_model_folder,
+    read_recommended,
+)
 from funitel.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

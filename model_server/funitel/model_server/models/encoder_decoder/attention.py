@@ -128,9 +128,7 @@ def _given(row: RowSpan, block_size: int, device: torch.device) -> GivenFeatures
     return GivenFeatures(features, _slots([row], [positions], block_size, device))
 
 
-def _slots(
-    rows: Sequence[RowSpan], positions: Sequence[np.ndarray], block_size: int, device: torch.device
-) -> Slots:
+def _slots(rows: Sequence[RowSpan], positions: Sequence[np.ndarray], block_size: int, device: torch.device) -> Slots:
     """The slots of positions in each row, one behind the other."""
     blocks = [row.block_table[places // block_size] for row, places in zip(rows, positions, strict=True)]
 
