@@ -42,7 +42,20 @@ END, START, NO_TIMESTAMPS = IDS["<|endoftext|>"], IDS["<|startoftranscript|>"], 
 FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
 NUM_TIMESTAMPS = 1501
 VOCAB_SIZE = FIRST_TIMESTAMP + NUM_TIMESTAMPS
-SUPPRESSED = (1, 2, 7, 8, START, IDS["<|translate|>"], IDS["<|startofprev|>"], IDS["<|nospeech|>"])
+SPACE = 220
+# All text but printable ASCII, so that transcripts can be read; and special tokens, as released checkpoints do.
+SUPPRESSED = (
+    1,
+    2,
+    7,
+    8,
+    *range(94, SPACE),
+    *range(SPACE + 1, NUM_BYTES),
+    START,
+    IDS["<|translate|>"],
+    IDS["<|startofprev|>"],
+    IDS["<|nospeech|>"],
+)
 RATE = 16_000
 NUM_FEATURES = 1500
 
@@ -86,7 +99,7 @@ def save_tiny_whisper(folder: Path, seed: int = 1, *, num_mel_bins: int = 80, **
                 parameter.copy_(noise * 0.4)
     model.generation_config = transformers.GenerationConfig(
         alignment_heads=[[0, 0]],
-        begin_suppress_tokens=[32, END],
+        begin_suppress_tokens=[SPACE, END],
         bos_token_id=END,
         decoder_start_token_id=START,
         eos_token_id=END,

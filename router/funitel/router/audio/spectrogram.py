@@ -21,16 +21,18 @@ def log_mel(samples: np.ndarray, num_mel_bins: int) -> np.ndarray:
     A sound of up to 30 s is followed by silence up to there, as in training; a longer one has as many frames as it has
     whole hops.
     """
+    num_heard = len(samples) // HOP + WINDOW // HOP  # frames; those behind see silence alone
     if len(samples) < WINDOW_SECONDS * RATE:
         samples = np.pad(samples, (0, WINDOW_SECONDS * RATE - len(samples)))
     padded = np.pad(samples, WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][: len(samples) // HOP]
     window, filters = _hann(), mel_filters(num_mel_bins)
-    found = np.empty((num_mel_bins, len(frames)), np.float32)
+    found = np.full((num_mel_bins, len(frames)), np.log10(_FLOOR), np.float32)
+    frames = frames[:num_heard]
     for begin in range(0, len(frames), _FRAMES_AT_ONCE):
         part = slice(begin, begin + _FRAMES_AT_ONCE)
         power = np.abs(np.fft.rfft(frames[part] * window)) ** 2  # in float64, as the window is
-        found[:, part] = np.log10(np.maximum(power @ filters, _FLOOR)).T
+        found[:, begin : begin + len(power)] = np.log10(np.maximum(power @ filters, _FLOOR)).T
     np.maximum(found, found.max() - 8.0, out=found)
     found += 4.0
     found /= 4.0
