@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, int]] = {
     "chats": ("funitel_testing.fuzz_chats", 4000),
     "templates": ("funitel_testing.fuzz_chats", 400),
     "grammars": ("funitel_testing.fuzz_chats", 3000),
+    "images": ("funitel_testing.fuzz_images", 20_000),
 }
 SOUND = ("loaded", "refused", "passed")
 MAX_SECONDS = 40.0  # for an input

@@ -32,7 +32,8 @@ OWN_FIELDS: Mapping[str, str] = {
 SERVER_FLAGS = frozenset(
     "cache_dir huggingface_hub_cache validation_workers hostname default_hostname port prometheus_port address_file "
     "shutdown_delay "
-    "shard_uds_path master_addr master_port payload_limit max_connections max_header_bytes header_timeout_seconds "
+    "shard_uds_path master_addr master_port allowed_media_domains max_image_fetch_size media_fetch_timeout_s "
+    "allow_private_media_addresses payload_limit max_connections max_header_bytes header_timeout_seconds "
     "body_timeout_seconds idle_timeout_seconds max_total_body_bytes max_unread_bytes max_total_unread_bytes "
     "unread_timeout_seconds max_stored_responses max_stored_response_bytes batch_dir max_batch_requests "
     "max_batch_file_bytes api_key api_key_file max_wrong_keys ban_seconds share_prefixes protect_all_routes "

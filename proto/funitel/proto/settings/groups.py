@@ -84,6 +84,13 @@ GROUPS: tuple[SettingGroup, ...] = (
         "max_client_batch_size max_client_texts payload_limit max_stored_responses max_stored_response_bytes "
         "requests_per_minute tokens_per_minute default_stop default_stop_token_ids",
     ),
+    _group(
+        "media",
+        "Images in requests",
+        "allowed_media_domains",
+        "max_image_fetch_size max_media_items max_media_pixels media_processed_cache_mb media_fetch_timeout_s "
+        "allow_private_media_addresses",
+    ),
     _group("batches", "Batches", "batch_dir", "max_batch_requests max_batch_file_bytes"),
     _group(
         "api",

@@ -109,13 +109,6 @@ INERT: tuple[Inert, ...] = (
         choices=("on", "off", "no-stack"),
         why="nothing about the use of this server is ever sent anywhere",
     ),
-    Inert(
-        name="max_image_fetch_size",
-        flag=("router",),
-        variable=("launcher",),
-        kind=int,
-        why="this server takes text only and fetches no images",
-    ),
     Inert(name="ngrok_authtoken", flag=("launcher", "router"), why="it belongs to --ngrok, which is refused"),
     Inert(name="ngrok_edge", flag=("launcher", "router"), why="it belongs to --ngrok, which is refused"),
     Inert(

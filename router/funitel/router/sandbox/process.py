@@ -163,7 +163,9 @@ class SandboxProcess(asyncio.SubprocessProtocol):
             if len(received) < begin_attached + attached:
                 break
             end = begin_attached + attached
-            self._take(json.loads(received[body:begin_attached]), bytes(received[begin_attached:end]))
+            with memoryview(received) as view:  # an attachment may be large, and is copied once
+                content = bytes(view[begin_attached:end])
+            self._take(json.loads(received[body:begin_attached]), content)
             begin = end
         del received[:begin]
         if begin:

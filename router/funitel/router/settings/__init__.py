@@ -38,6 +38,7 @@ RECOMPUTE, SWAP = PREEMPTION_MODES = "recompute", "swap"
 VICTIMS = "newest", "longest", "random"
 TIMEOUT = Bounds(above=0, maximum=MAX_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
+_MEDIA_DOMAIN = re.compile(r"((\*\.)?[\w-]+(\.[\w-]+)*|\[[\da-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
 
 
@@ -201,6 +202,27 @@ class RouterSettings:
     )
     openai_errors: bool = setting(
         False, "Answer errors of /v1 routes that TGI has with OpenAI's statuses, error body and bounds, not TGI's."
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "Host whose URLs of images are fetched, repeatable: a name, or *.example.com for all below it, with a port if "
+        "that is not 80 or 443. When not given, nothing is fetched: requests carry images as data: URLs.",
+    )
+    max_image_fetch_size: int = setting(
+        33_554_432, "Maximum size in bytes of an image that is fetched, or that a request carries.", bounds=POSITIVE
+    )
+    media_fetch_timeout_s: float = setting(
+        10.0, "Timeout in seconds to fetch an image, redirects included.", bounds=TIMEOUT
+    )
+    allow_private_media_addresses: bool = setting(
+        False, "Fetch images from private, loopback and other addresses that are not on the public internet, too."
+    )
+    max_media_items: int = setting(64, "Maximum of images in a request.", bounds=POSITIVE)
+    max_media_pixels: int = setting(
+        64_000_000, "Maximum of pixels of an image, before it is processed and on the way.", bounds=POSITIVE
+    )
+    media_processed_cache_mb: int = setting(
+        256, "Memory in MiB for processed images, which are taken again where a chat repeats them.", bounds=NOT_NEGATIVE
     )
     payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
     max_connections: int | None = setting(
@@ -383,6 +405,12 @@ class RouterSettings:
             require(
                 [self.master_url, *self.replica_address].count(address) == 1,
                 f"--replica-address {address} is the address of two replicas",
+            )
+        for domain in self.allowed_media_domains:
+            require(
+                bool(_MEDIA_DOMAIN.fullmatch(domain)),
+                "--allowed-media-domains must be a name such as example.com, *.example.com or localhost:8000, given "
+                f"{domain!r}",
             )
         require(
             self.shard_tls is None

@@ -58,6 +58,8 @@ _FILES = [
     "special_tokens_map.json",
     "chat_template.json",
     "chat_template.jinja",
+    "processor_config.json",
+    "preprocessor_config.json",
 ]
 
 
