@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,17 +13,28 @@ import pytest
 
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.loading.encoder import load_encoder
+from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.rpc.serve import CallServer
 from funitel.model_server.rpc.servicer import EncoderServicer, Servicer, make_server
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto import encoder_wire, generate_pb2_grpc, wire
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, ShardFailed
-from funitel.proto.step import Capability, EncoderInput, EncoderTask, GrammarType, ShardInfo, WarmupLimits
+from funitel.proto.step import (
+    Capability,
+    EncoderInput,
+    EncoderTask,
+    GrammarType,
+    MediaFacts,
+    MediaKind,
+    ShardInfo,
+    WarmupLimits,
+)
 from funitel_testing.executors import load_executor, num_sequences, start
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_adapters import EIGHT, save_adapter
 from funitel_testing.tiny_encoders import save_tiny_encoder
+from funitel_testing.tiny_vision import TINY_VISION, media_of
 
 PROMPT = list(range(40, 60))
 
@@ -288,3 +300,59 @@ async def test_an_encoder_answers_sleep_and_wake(tmp_path: Path) -> None:
             await stub.Wake(pb.WakeRequest())
             assert (await stub.Encode(call)).values == expected
         await server.stop(None)
+
+
+async def test_media_are_encoded_beside_steps(tmp_path: Path) -> None:
+    tiny = TINY_VISION["qwen2_vl"]
+    tiny.write(tmp_path)
+    settings = ModelServerSettings(model_id=str(tmp_path), device="cpu", media_cache_gb=1e-6)
+    executor, info = load_generator(settings, tmp_path)
+    assert info.media == MediaFacts(kinds=frozenset([MediaKind.IMAGE]), cache_bytes=1073, feature_bytes=128)
+    assert Capability.MEDIA in info.capabilities
+    text_weights = load_generator(replace(settings, media_cache_gb=0.0), tmp_path)[1].weight_bytes
+    assert executor.media is not None
+    assert info.weight_bytes - text_weights > 100_000  # the tower's
+    media = encoder_wire.encode_media(media_of(tiny, 6))
+    address = f"unix:{tmp_path}/shard-0"
+    with ThreadPoolExecutor(1) as compute:
+        server = CallServer(executor, info.world_size, "", compute, lambda error: None)
+        await server.start()
+        grpc_server = make_server(Servicer(executor, info, ["unix:///a-0"], server.dispatcher), address)
+        await grpc_server.start()
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+            assert wire.decode_info(await stub.Info(pb.InfoRequest())).media == info.media
+            answers = await asyncio.gather(*(stub.EncodeMedia(media) for _ in range(3)))
+            assert [answer.bytes for answer in answers] == [768] * 3
+            assert all(answer.total_ns > 0 for answer in answers)
+            other = pb.EncodeMediaRequest()
+            other.CopyFrom(media)
+            other.key = b"other"
+            assert await _refusal(stub.EncodeMedia(other)) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "the media cache is full: 768 bytes are needed, 305 of 1073 are free; --media-cache-gb sets its size",
+            )
+            await stub.DropMedia(pb.DropMediaRequest(keys=[media.key, b"unknown"]))
+            other.num_features = 5
+            wrong = "num_features must be 6 for this item, given 5"
+            assert await _refusal(stub.EncodeMedia(other)) == (grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            other.kind = 9
+            wrong = "kind must be one of those of MediaKind, given 9"
+            assert await _refusal(stub.EncodeMedia(other)) == (grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(executor.media.encoder, "encode", _fail)
+                failed = grpc.StatusCode.ABORTED, "RuntimeError: broken"
+                assert await _refusal(stub.EncodeMedia(media)) == failed
+            assert (await stub.EncodeMedia(media)).bytes == 768
+        await grpc_server.stop(None)
+        await server.stop()
+
+
+def _fail(*arguments: object) -> None:
+    raise RuntimeError("broken")
+
+
+async def _refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return refused.value.code(), refused.value.details() or ""

@@ -115,7 +115,10 @@ class PlainStorage(Storage):
 
     def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See Storage."""
-        part = self._slice[slice(*(rows or (None, None)))] if columns is None else cut(self._slice, rows, columns)
+        if not self.shape:  # a number, which has no rows
+            part = self._slice[...]
+        else:
+            part = self._slice[slice(*(rows or (None, None)))] if columns is None else cut(self._slice, rows, columns)
         kept: torch.Tensor = part.to(device=device, dtype=dtype, copy=True).contiguous()
         return kept
 

@@ -32,15 +32,19 @@ def forward_drafted(runner: ModelRunner, active: Sequence[ActiveRow], drafts: Dr
     """Run the forward of a step with drafts: logits behind each draft too, row by row of those that are due."""
     spans, slots = runner.spans(active), iter(runner.scratch_slots)
     for i, tokens in drafts.items():
-        spans[i] = _drafted(spans[i], tokens, [next(slots) for _ in tokens] if runner.scratch_slots else [])
+        own = [next(slots) for _ in tokens] if runner.scratch_slots else []
+        spans[i] = _drafted(active[i][0], spans[i], tokens, own)
     logits = runner.forward(spans)
     return Scored(logits, [row.num_pending == count for row, count in active], [], 1)
 
 
-def _drafted(span: RowSpan, drafts: Sequence[int], slots: Sequence[int]) -> RowSpan:
+def _drafted(row: SequenceState, span: RowSpan, drafts: Sequence[int], slots: Sequence[int]) -> RowSpan:
     """What a row computes with drafts; the state before each of them goes to one of `slots`, if there are any."""
     saves = tuple(StateSave(span.end + i, slot) for i, slot in enumerate(slots))
-    return replace(span, tokens=[*span.tokens, *drafts], logits="all", state_saves=(*span.state_saves, *saves))
+    end = span.end + len(drafts)
+    rotary = None if row.media is None else row.media.rotary_between(span.start, end)
+    tokens = [*span.tokens, *drafts]
+    return replace(span, tokens=tokens, logits="all", state_saves=(*span.state_saves, *saves), rotary=rotary)
 
 
 def settle_drafts(

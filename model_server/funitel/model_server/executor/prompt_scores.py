@@ -15,7 +15,7 @@ import torch
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.executor.interface import ActiveRow
 from funitel.model_server.executor.model_runner import ModelRunner
-from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.forward.batch import RowMedia, RowSpan
 from funitel.model_server.sequence.table import SequenceState
 
 MAX_LOGITS_BYTES = 128 << 20  # of the prompt tokens in one forward; to score them takes about as much again
@@ -110,11 +110,44 @@ def _pieces(spans: Sequence[RowSpan], most: int) -> list[list[tuple[int, RowSpan
     for place, span in enumerate(spans):
         begin = 0
         while span.logits == "all" and begin < len(span.tokens):
-            if not room:
+            end = _end_of_piece(span, begin, room)
+            if end == begin:
                 pieces.append([])
                 room = most
-            tokens = span.tokens[begin : begin + room]
-            pieces[-1].append((place, replace(span, tokens=tokens, start=span.start + begin)))
-            begin += len(tokens)
-            room -= len(tokens)
+                end = max(_end_of_piece(span, begin, room), _first_end(span, begin))
+            pieces[-1].append((place, _part(span, begin, end)))
+            room = max(0, room - (end - begin))
+            begin = end
     return pieces
+
+
+def _end_of_piece(span: RowSpan, begin: int, room: int) -> int:
+    """Where a piece of a span ends, of the tokens from `begin` on: not within tokens that see each other."""
+    end = min(begin + room, len(span.tokens))
+    cut = next((first for first, last in span.whole_spans if first < span.start + end < last), span.start + end)
+    return max(begin, cut - span.start)
+
+
+def _first_end(span: RowSpan, begin: int) -> int:
+    """The first place behind `begin` where a piece may end."""
+    at = span.start + begin
+    return next((last for first, last in span.whole_spans if first <= at < last), at + 1) - span.start
+
+
+def _part(span: RowSpan, begin: int, end: int) -> RowSpan:
+    """The tokens [begin, end) of a span."""
+    media = []
+    for item in span.media:
+        first, last = np.searchsorted(item.places, (begin, end))
+        if first < last:
+            deep = tuple([each[first:last] for each in item.deep])
+            media.append(RowMedia(item.places[first:last] - begin, item.features[first:last], deep))
+    at = span.start
+    return replace(
+        span,
+        tokens=span.tokens[begin:end],
+        start=at + begin,
+        media=tuple(media),
+        rotary=None if span.rotary is None else span.rotary[:, begin:end],
+        whole_spans=tuple([each for each in span.whole_spans if each[0] < at + end and at + begin < each[1]]),
+    )

@@ -4,7 +4,15 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from funitel.model_server.loading.common import Loaded, check_ranks, find_eos, join_ranks, set_threads
+from funitel.model_server.loading.common import (
+    Bytes,
+    Loaded,
+    check_ranks,
+    choose_dtype,
+    find_eos,
+    join_ranks,
+    set_threads,
+)
 from funitel.model_server.loading.drafter_plans import (
     DrafterPlan,
     DraftTarget,
@@ -19,6 +27,7 @@ from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.parts import HOST, device_of, load_parts, open_weights, parts_of
 from funitel.model_server.loading.stages import in_stage, join_stages, part_of
 from funitel.model_server.loading.torch_backend import load_torch
+from funitel.model_server.media.families.load import open_media
 from funitel.model_server.models.key_frames import frame_keys
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -79,12 +88,21 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
 def _served(
     target: DraftTarget, plan: DrafterPlan | None, loaded: Loaded, codec: TextCodec, eos_token_ids: frozenset[int]
 ) -> LoadedShard:
-    """The executor of a loaded model, with its drafter if there is one."""
+    """The executor of a loaded model, with its drafter and its vision tower if there is one."""
     drafter, loaded, pools = add_drafter(target, plan, loaded)
     settings, folder, spec, device = target.settings, target.folder, target.spec, target.device
     digests = frame_keys(loaded.decoder, pools, codec, spec.max_position_embeddings)
     loaded = replace(loaded, key_frames=digests)
-    return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids, drafter=drafter)
+    opened = None
+    if settings.model_spec is None:
+        opened = open_media(settings, folder, spec.architecture, choose_dtype(settings.dtype, device), device)
+    media = None
+    if opened is not None:
+        media, tower = opened
+        loaded = replace(loaded, footprint=Bytes.of(loaded.footprint, tower))
+    return make_executor(
+        *(settings, folder, spec, loaded, pools, codec, device, eos_token_ids), drafter=drafter, media=media
+    )
 
 
 def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:

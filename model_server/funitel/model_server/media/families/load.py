@@ -1,0 +1,71 @@
+"""Open the media of a model folder: the encoder of images that its architecture has, and the cache of features."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.media.families.encoder import VisionEncoder
+from funitel.model_server.media.families.pixels import read_rules
+from funitel.model_server.media.families.table import FAMILIES
+from funitel.model_server.media.families.tower import load_tower
+from funitel.model_server.media.service import MediaService
+from funitel.model_server.settings import ModelServerSettings
+
+logger = logging.getLogger(__name__)
+
+USUAL_GB = {"cpu": 0.5, "cuda": 2.0}
+"""GiB of features where no setting says so."""
+
+
+def cache_bytes(settings: ModelServerSettings, device: torch.device) -> int:
+    """Bytes of features that a rank keeps; with 0 it takes no media."""
+    asked = settings.media_cache_gb
+    return int((USUAL_GB[device.type] if asked is None else asked) * 2**30)
+
+
+def open_media(
+    settings: ModelServerSettings, folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
+) -> tuple[MediaService, Weights] | None:
+    """The media of the model in `folder`, and the weights that count its tower; None where it takes text alone.
+
+    The reason of the latter is logged where the model has a vision tower.
+
+    Args:
+        settings: of the shard.
+        folder: of the model.
+        architecture: that config.json names.
+        dtype: of the tower, but on a CPU it is in float32.
+        device: of the tower and of features.
+
+    Raises:
+        StartupError: the tower cannot be loaded.
+    """
+    row, max_bytes = FAMILIES.get(architecture), cache_bytes(settings, device)
+    reason = None
+    if row is None or read_json(folder / "config.json").get("vision_config") is None:
+        if settings.media_cache_gb:
+            logger.warning("--media-cache-gb %g changes nothing: the model takes text alone", settings.media_cache_gb)
+        if row is None and read_json(folder / "config.json").get("vision_config") is not None:
+            logger.info("text alone is served: no vision family of the table is for %s", architecture)
+        return None
+    rules = read_rules(folder, row.statistics, normalises=row.normalises)
+    if not max_bytes:
+        reason = "--media-cache-gb is 0"
+    elif settings.stages is not None or settings.placing is not None:
+        reason = f"images are not for {settings.placing or f'--partition {settings.partition}'}"
+    elif rules is None:
+        reason = f"{folder} has no preprocessor_config.json"
+    if reason is not None or rules is None:
+        logger.info("text alone is served: %s", reason)
+        return None
+    weights = Weights(folder, torch.float32 if device.type == "cpu" else dtype, device, is_shown=False)
+    model = load_tower(row, folder, weights)
+    encoder = VisionEncoder(row, model, rules, device)
+    logger.info(
+        "images are taken: vision_tower=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
+        *(row.model, weights.dtype, weights.held_bytes, max_bytes),
+    )
+    return MediaService(encoder, max_bytes, device), weights
