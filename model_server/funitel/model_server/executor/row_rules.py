@@ -7,15 +7,17 @@ often its sequence is resumed, the encoder reads it whole; of several in one ste
 it can read.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from funitel.model_server.forward.batch import RowMedia, RowSpan
-from funitel.model_server.media.interface import MediaFeatures
-from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules
+from funitel.model_server.media.service import MediaService
+from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules, read_rules
 from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.transcript_rules import TranscriptRules
 from funitel.model_server.sequence.media_plan import MediaPlan, PlannedMedia
@@ -23,6 +25,8 @@ from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import SequenceStart
+
+logger = logging.getLogger(__name__)
 
 NUM_OPENING_TOKENS = 1
 """Tokens behind a prompt that the decoder of an encoder-decoder begins with."""
@@ -151,6 +155,18 @@ class Seq2SeqRules(RowRules):
         self._max_completion = spec.decoder.max_position_embeddings
         self._decoding = decoding
 
+    @classmethod
+    def read(cls, folder: Path, spec: Seq2SeqSpec) -> "Seq2SeqRules":
+        """Those of the checkpoint in `folder`. Raises: as `read_rules`."""
+        decoding = read_rules(folder, spec.decoder.vocab_size)
+        if spec.is_multilingual and decoding.forced_first is None:
+            logger.warning(
+                "the checkpoint does not say which language completions are in (forced_bos_token_id of "
+                "generation_config.json): that is up to the model, behind the token %d",
+                decoding.start,
+            )
+        return cls(spec, decoding)
+
     def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
         """See RowRules; a grammar begins behind the token that is forced to come first."""
         if len(prompt) > self.max_prompt:
@@ -224,15 +240,20 @@ class TranscriptionRules(RowRules):
 
     takes_media = True
 
-    def __init__(self, spec: Seq2SeqSpec, decoding: DecodingRules, features: Callable[[bytes], MediaFeatures]) -> None:
-        """`features` gives those of a sound by its key, or raises InvalidRequest."""
+    def __init__(self, spec: Seq2SeqSpec, decoding: DecodingRules, media: MediaService) -> None:
+        """`media` has the features of sounds."""
         self._num_features = spec.encoder.max_position_embeddings
         self._most = spec.decoder.max_position_embeddings
         self.max_prompt: int = self._num_features + self._most - 1
         self._width = spec.decoder.hidden_size
         self._vocab_size = spec.decoder.vocab_size
         self._decoding = decoding
-        self._features = features
+        self._media = media
+
+    @classmethod
+    def read(cls, folder: Path, spec: Seq2SeqSpec, media: MediaService) -> "TranscriptionRules":
+        """Those of the checkpoint in `folder`. Raises: as `read_rules`."""
+        return cls(spec, read_rules(folder, spec.decoder.vocab_size, hears=True), media)
 
     def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
         """See RowRules; the decoder's opening and completion together are as long as it can write."""
@@ -250,7 +271,7 @@ class TranscriptionRules(RowRules):
             )
         max_new_tokens = min(start.stopping.max_new_tokens, self._most - len(opening))
         start = replace(start, stopping=replace(start.stopping, max_new_tokens=max_new_tokens))
-        items = [PlannedMedia(np.arange(heard), self._features(span.key).features) for span in start.media]
+        items = [PlannedMedia(np.arange(heard), self._media.features(span.key).features) for span in start.media]
         return RowBeginning(start, source, opening, start.output_ids, MediaPlan(items))
 
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:

@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit
@@ -24,9 +22,7 @@ from funitel.model_server.loading.common import (
 )
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.flags import check_engine
-from funitel.model_server.media.service import MediaService
-from funitel.model_server.media.whisper import WhisperEncoder
-from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
+from funitel.model_server.media.families.whisper import open_whisper
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.quantized.config import check_flag
@@ -35,8 +31,6 @@ from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.step import Capability
-
-DEFAULT_CACHE_GB, DEFAULT_GPU_CACHE_GB = 0.5, 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -57,26 +51,14 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         HeadSplit.of(stack.num_heads, stack.num_kv_heads, settings.world_size, settings.rank)
         for stack in (spec.encoder, spec.decoder)
     )
-    decoding = read_rules(folder, spec.decoder.vocab_size, hears=spec.hears)
-    if spec.is_multilingual and decoding.forced_first is None:
-        logger.warning(
-            "the checkpoint does not say which language completions are in (forced_bos_token_id of "
-            "generation_config.json): that is up to the model, behind the token %d",
-            decoding.start,
-        )
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.decoder.names.prefix)
     check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
     parallel = join_ranks(settings, device)
-    rules: RowRules = Seq2SeqRules(spec, decoding)
-    media: MediaService | None = None
-    num_opening = NUM_OPENING_TOKENS
-    if spec.hears:
-        # Its features lie in the pool as soon as a sequence runs: a few sounds that wait are all that is kept.
-        encoder = WhisperEncoder(spec.encoder, config["num_mel_bins"], weights)
-        media = MediaService(encoder, _cache_bytes(settings, device, encoder), device)
-        rules, num_opening = TranscriptionRules(spec, decoding, media.features), 0  # the prompt has the opening
+    media = open_whisper(settings, spec, weights) if spec.hears else None
+    rules: RowRules = Seq2SeqRules.read(folder, spec) if media is None else TranscriptionRules.read(folder, spec, media)
+    num_opening = NUM_OPENING_TOKENS if media is None else 0  # the prompt has the opening
     # Timestamps are chosen by the host, behind each step.
     loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=not spec.hears)
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
@@ -90,18 +72,6 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         speculate=num_opening,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return executor, info
-
-
-def _cache_bytes(settings: ModelServerSettings, device: torch.device, encoder: WhisperEncoder) -> int:
-    """Bytes for the features of sounds. Raises SettingsError where they have no room for one."""
-    default = DEFAULT_CACHE_GB if device.type == "cpu" else DEFAULT_GPU_CACHE_GB
-    given = default if settings.media_cache_gb is None else settings.media_cache_gb
-    least = encoder.num_features * encoder.feature_bytes
-    if given * 2**30 < least:
-        raise SettingsError(
-            f"--media-cache-gb must have room for {least} bytes, the features of a sound, given {given}"
-        )
-    return int(given * 2**30)
 
 
 def _check(settings: ModelServerSettings) -> None:

@@ -201,7 +201,7 @@ def _whisper(config: Config) -> Seq2SeqSpec:
         encoder=replace(spec.encoder, max_position_embeddings=config["max_source_positions"]),
         decoder=replace(spec.decoder, names=names),
         logits_bias="",
-        hears=True,
+        num_mel_bins=config["num_mel_bins"],
         has_key_bias=False,
     )
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from funitel.proto.version import version
 from funitel.router.api import (
     anthropic,
     audio,
@@ -72,7 +71,7 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
 @cache
 def document(listed: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
     """The OpenAPI document of routes; made once, when first asked for."""
-    return openapi.document(listed, TITLE, version())
+    return openapi.document(listed, TITLE)
 
 
 @cache

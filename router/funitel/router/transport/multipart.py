@@ -29,8 +29,8 @@ def boundary_of(content_type: str) -> bytes:
 class FormReader:
     """Reads one form. `fields` has the values of its fields, `filename` the name of its file once that has begun.
 
-    Of fields with the same name `fields` has the last; `lists` has all of each whose name ends in `[]`, by the name
-    before that.
+    Of fields with the same name `fields` has the last. Names that end in `[]` are those of lists: `lists` has their
+    values, by the name before that.
 
     Args:
         boundary: between its parts.

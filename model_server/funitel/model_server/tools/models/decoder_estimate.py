@@ -16,6 +16,7 @@ from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.kv_cache.precision import KvDtype, kv_label, torch_kv_dtype
 from funitel.model_server.kv_cache.state_pool import StateLayout
 from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.media.families.whisper import WhisperEncoder
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.quantized.config import check_flag
@@ -85,6 +86,8 @@ def estimate_seq2seq(settings: ModelsSettings, folder: Path, spec: Seq2SeqSpec) 
     check_flag(settings.quantize, checkpoint.quantization)
 
     def build(weights: Weights, parallel: TensorParallel) -> ModelSpec:
+        if spec.hears:
+            WhisperEncoder(spec, weights)
         return replace(spec.decoder, is_tied=Seq2Seq(spec, weights, parallel).is_tied)
 
     def held(rank: int) -> int:

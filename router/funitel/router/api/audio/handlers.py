@@ -17,8 +17,8 @@ from funitel.router.api.audio.schema import (
     Recognition,
     RecognitionChunk,
     RecognitionRequest,
-    TextDelta,
-    TextDone,
+    TranscriptDelta,
+    TranscriptDone,
     Transcription,
     TranscriptionForm,
     TranscriptionSegment,
@@ -28,8 +28,8 @@ from funitel.router.api.audio.transcribe import (
     NO_THRESHOLDS,
     TEMPERATURES,
     Thresholds,
+    TranscribedSound,
     Transcriber,
-    Transcript,
     TranscriptionCall,
 )
 from funitel.router.api.common.body import checked_form, is_json, json_answer, upload_of
@@ -119,7 +119,7 @@ async def _answered(incoming: IncomingRequest, form: AudioForm, task: str, langu
     call = _call(incoming, form, task, language)
     content = upload_of(incoming.http.scope).content
 
-    async def transcribe() -> tuple[Sound, Transcript]:
+    async def transcribe() -> tuple[Sound, TranscribedSound]:
         sound = await _decoded(incoming, content, _FILE)
         return sound, await Transcriber(incoming.service, incoming.arrived, sound, call).run()
 
@@ -145,7 +145,7 @@ def _usage(sound: Sound) -> DurationUsage:
     return DurationUsage(seconds=math.ceil(sound.seconds))
 
 
-def _verbose(sound: Sound, transcript: Transcript, task: str) -> VerboseTranscription:
+def _verbose(sound: Sound, transcript: TranscribedSound, task: str) -> VerboseTranscription:
     segments = [
         TranscriptionSegment(
             id=number,
@@ -186,14 +186,14 @@ async def _streamed(incoming: IncomingRequest, form: TranscriptionForm) -> Respo
 
 
 async def _stream(transcriber: Transcriber, sound: Sound, put: Put) -> None:
-    text = await transcriber.stream(lambda delta: put(TextDelta(delta=delta)))
-    put(TextDone(text=text, usage=_usage(sound)))
+    text = await transcriber.stream(lambda delta: put(TranscriptDelta(delta=delta)))
+    put(TranscriptDone(text=text, usage=_usage(sound)))
 
 
 async def _recognized(incoming: IncomingRequest, content: bytes, field: str, *, with_chunks: bool) -> Response:
     call = TranscriptionCall(with_timestamps=with_chunks, temperatures=(0.0,), thresholds=NO_THRESHOLDS)
 
-    async def transcribe() -> Transcript:
+    async def transcribe() -> TranscribedSound:
         sound = await _decoded(incoming, content, field)
         return await Transcriber(incoming.service, incoming.arrived, sound, call).run()
 

@@ -123,14 +123,14 @@ class VerboseTranscription(BaseModel):
     usage: DurationUsage
 
 
-class TextDelta(BaseModel):
+class TranscriptDelta(BaseModel):
     """Event: more text."""
 
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
     delta: str
 
 
-class TextDone(BaseModel):
+class TranscriptDone(BaseModel):
     """Last event: the whole text."""
 
     type: Literal["transcript.text.done"] = "transcript.text.done"

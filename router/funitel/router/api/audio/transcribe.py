@@ -85,7 +85,7 @@ class WindowText:
 
 
 @dataclass(slots=True)
-class Transcript:
+class TranscribedSound:
     """What was made of a sound; `language` is the code of what was spoken, None where the model knows one language."""
 
     language: str | None
@@ -111,7 +111,7 @@ class Transcriber:
         self._previous: list[int] = []
         self._counts = _Counts()
 
-    async def run(self) -> Transcript:
+    async def run(self) -> TranscribedSound:
         """Transcribe it whole; raises as `prepare` and `collect_all`."""
         return await self._windows(None)
 
@@ -125,9 +125,9 @@ class Transcriber:
             await self._windows(pieces)
         return pieces.text
 
-    async def _windows(self, pieces: "TextPieces | None") -> Transcript:
+    async def _windows(self, pieces: "TextPieces | None") -> TranscribedSound:
         call, sound = self._call, self._sound
-        transcript = Transcript(call.language)
+        transcript = TranscribedSound(call.language)
         self._previous = await self._prompt_ids()
         seek = 0
         while seek < sound.num_frames:
@@ -183,7 +183,7 @@ class Transcriber:
     # One window
 
     async def _heard(self, window: RequestMedia, language: str | None, live: "_Live | None") -> WindowText:
-        """The tokens of a window, at the first temperature whose transcript passes the thresholds."""
+        """The tokens of a window, at the first temperature at which they pass the thresholds."""
         call, model = self._call, self.model
         opening = self._previous + model.opening(language, call.task, with_timestamps=self._is_timed)
         temperatures = call.temperatures if live is None else call.temperatures[:1]

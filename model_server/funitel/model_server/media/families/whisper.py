@@ -6,9 +6,13 @@ import torch.nn.functional as F
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.layers.linear import ACTIVATIONS, Matmul, NormLayer
+from funitel.model_server.media.families.load import cache_bytes
 from funitel.model_server.media.interface import MediaFeatures, Yield
+from funitel.model_server.media.service import MediaService
+from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, SettingsError
 from funitel.proto.step import MediaInput, MediaKind
 
 _FRAMES_PER_FEATURE = 2  # the stride of the second convolution
@@ -18,8 +22,7 @@ class WhisperEncoder:
     """Two convolutions, then layers in which every frame sees all others; alike on every rank, whole.
 
     Args:
-        spec: that of the encoder's stack; it has as many positions as a sound has features.
-        num_mel_bins: rows of a spectrogram.
+        whole: the spec of the model; its encoder has as many positions as a sound has features.
         weights: of the checkpoint; raises WeightsError for a tensor that is missing, or has another shape.
     """
 
@@ -28,7 +31,8 @@ class WhisperEncoder:
     has_axes = False
     placeholder_ids: dict[MediaKind, int] = {}
 
-    def __init__(self, spec: ModelSpec, num_mel_bins: int, weights: Weights) -> None:
+    def __init__(self, whole: Seq2SeqSpec, weights: Weights) -> None:
+        spec, num_mel_bins = whole.encoder, whole.num_mel_bins
         prefix, width = f"{weights.prefix}encoder", spec.hidden_size
         self.shape = (num_mel_bins, _FRAMES_PER_FEATURE * spec.max_position_embeddings)
         self.num_features = spec.max_position_embeddings
@@ -99,3 +103,20 @@ class _Layer:
         x = x + self._down(self._activation(self._up(self._mlp_norm(x))))
         pause()
         return x
+
+
+def open_whisper(settings: ModelServerSettings, spec: Seq2SeqSpec, weights: Weights) -> MediaService:
+    """The encoder, with a cache of features: these lie in the pool, too, as soon as a sequence runs that hears them.
+
+    Raises:
+        SettingsError: the cache has no room for the features of a sound.
+        WeightsError: see WhisperEncoder.
+    """
+    encoder = WhisperEncoder(spec, weights)
+    max_bytes, least = cache_bytes(settings, weights.device), encoder.num_features * encoder.feature_bytes
+    if max_bytes < least:
+        raise SettingsError(
+            f"--media-cache-gb must have room for {least} bytes, the features of a sound, "
+            f"given {settings.media_cache_gb}"
+        )
+    return MediaService(encoder, max_bytes, weights.device)
