@@ -118,6 +118,16 @@ def test_positions_of_a_resumed_sequence_go_on(tmp_path: Path) -> None:
     assert span.rotary[:, len(PROMPT) :].tolist() == [[len(PROMPT) + delta + i for i in range(3)]] * 3
 
 
+def test_rows_with_states_have_media_too(tmp_path: Path) -> None:
+    executor, recorder = served(tmp_path, "qwen3_5", 6, 6)
+    prefill(executor, 1, [with_images(1, PROMPT, "qwen3_5", state_slot=2)])
+    (span,) = recorder.spans
+    positions, _ = positions_in_transformers(PROMPT, [(1, 3, 2), (1, 3, 2)])
+    assert span.rotary is not None
+    assert (span.state_slot, span.rotary.tolist()) == (2, positions.tolist())
+    assert [item.places.tolist() for item in span.media] == [list(range(5, 11)), list(range(14, 20))]
+
+
 def test_text_alone_has_its_plain_positions(tmp_path: Path) -> None:
     executor, recorder = served(tmp_path, "qwen2_vl")
     prefill(executor, 1, [start(1, TEXT)])

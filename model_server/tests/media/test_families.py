@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma4ImageProcessorPil, Qwen2VLImageProcessorPil
 
-from funitel.model_server.media.families.load import open_media
+from funitel.model_server.media.families.load import open_media, tower_bytes
 from funitel.model_server.media.families.table import FAMILIES
 from funitel.model_server.media.interface import MediaFeatures
 from funitel.model_server.media.service import MediaService
-from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.settings import ModelServerSettings, ModelsSettings
+from funitel.model_server.tools.models.estimate import needs_of
 from funitel.proto.errors import InvalidRequest, WeightsError
 from funitel.proto.step import MediaInput, MediaKind
+from funitel_testing.executors import load_executor
+from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_vision import IMAGE_TOKEN, TINY_VISION, TinyVision, media_of
 
 CPU = torch.device("cpu")
@@ -181,10 +184,28 @@ def test_a_model_may_take_text_alone(
 def test_a_setting_for_a_model_of_text_is_said_to_change_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    chosen = ModelServerSettings(model_id=str(tmp_path), media_cache_gb=1.0)
-    assert open_media(chosen, tmp_path, "LlamaForCausalLM", torch.float32, CPU) is None
-    assert caplog.messages == ["--media-cache-gb 1 changes nothing: the model takes text alone"]
+    load_executor(save_tiny("llama", tmp_path), media_cache_gb=1.0)
+    assert "--media-cache-gb 1 changes nothing: the model takes text alone" in caplog.messages
+
+
+@pytest.mark.parametrize("name", TINY_VISION)
+def test_what_a_tower_takes_is_known_before(name: str, tmp_path: Path) -> None:
+    tiny = TINY_VISION[name]
+    tiny.write(tmp_path)
+    assert tower_bytes(tmp_path, "LlamaForCausalLM", torch.float32, CPU) == 0
+    predicted = tower_bytes(tmp_path, tiny.architecture, torch.float32, CPU)
+    found = open_media(ModelServerSettings(model_id=str(tmp_path)), tmp_path, tiny.architecture, torch.float32, CPU)
+    assert found is not None
+    assert found[1].held_bytes == predicted > 0
+
+
+def test_an_estimate_counts_the_tower(tmp_path: Path) -> None:
+    TINY_VISION["qwen2_vl"].write(tmp_path)
+    settings = ModelsSettings(model_id=str(tmp_path), device="cpu", dtype="float32")
+    with_tower = needs_of(settings, tmp_path).weights
+    (tmp_path / "preprocessor_config.json").unlink()
+    alone = needs_of(settings, tmp_path).weights
+    assert [a - b for a, b in zip(with_tower, alone, strict=True)] == [196736]
 
 
 def test_a_tower_without_a_tensor_is_refused(tmp_path: Path) -> None:
@@ -239,3 +260,14 @@ def test_items_that_do_not_fit_the_model_are_refused(case: str, tmp_path: Path) 
     assert len(service.cache) == 0
     service.encode(good).result()
     assert len(service.cache) == 1
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+def test_ranks_have_the_same_features(name: str, tmp_path: Path) -> None:
+    tiny = TINY_VISION[name]
+    tiny.write(tmp_path)
+    media = media_of(tiny, NUM_FEATURES[name])
+    first, second = (opened(tmp_path, tiny) for _ in range(2))
+    for service in (first, second):
+        service.encode(media).result()
+    assert error(first.features(media.key), second.features(media.key)) == 0.0

@@ -56,6 +56,8 @@ def make_executor(
     precision = f"{loaded.precision} {loaded.key_frames}"
     if media is not None:
         options = replace(options, reserved_bytes=options.reserved_bytes + media.cache.max_bytes, media=media)
+    elif settings.media_cache_gb:
+        logger.warning("--media-cache-gb %g changes nothing: the model takes text alone", settings.media_cache_gb)
     options = replace(options, disk=disk_tier_of(settings, folder, device, loaded.name, precision))
     sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
     if device.type == "cuda" and loaded.takes_device_tokens:

@@ -16,6 +16,7 @@ def decoder_flags(settings: ModelServerSettings) -> dict[str, object]:
         "--kv-cache-dtype": settings.kv_cache_dtype,
         "--rope-scaling": settings.rope_scaling,
         "--rope-factor": settings.rope_factor,
+        "--media-cache-gb": settings.media_cache_gb or None,
     }
 
 

@@ -1,12 +1,15 @@
 """Open the media of a model folder: the encoder of images that its architecture has, and the cache of features."""
 
 import logging
+import re
+from math import prod
 from pathlib import Path
 
 import torch
 
+from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.files.integrity import read_json
+from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.media.families.encoder import VisionEncoder
 from funitel.model_server.media.families.pixels import read_rules
 from funitel.model_server.media.families.table import FAMILIES
@@ -24,6 +27,21 @@ def cache_bytes(settings: ModelServerSettings, device: torch.device) -> int:
     """Bytes of features that a rank keeps; with 0 it takes no media."""
     asked = settings.media_cache_gb
     return int((USUAL_GB[device.type] if asked is None else asked) * 2**30)
+
+
+_TENSORS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|connector|multi_modal_projector|embed_vision|image_newline)(\.|$)"
+)
+
+
+def tower_bytes(folder: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> int:
+    """What `open_media` will hold of the checkpoint where no setting says otherwise; nothing is read but headers."""
+    row = FAMILIES.get(architecture)
+    if row is None or read_rules(folder, row.statistics, normalises=row.normalises) is None:
+        return 0
+    size = 4 if device.type == "cpu" else dtype.itemsize
+    files = {name: file for file, names in map(open_file, weight_files(folder)) for name in names}
+    return size * sum(prod(file.get_slice(name).get_shape()) for name, file in files.items() if _TENSORS.match(name))
 
 
 def open_media(
@@ -46,8 +64,6 @@ def open_media(
     row, max_bytes = FAMILIES.get(architecture), cache_bytes(settings, device)
     reason = None
     if row is None or read_json(folder / "config.json").get("vision_config") is None:
-        if settings.media_cache_gb:
-            logger.warning("--media-cache-gb %g changes nothing: the model takes text alone", settings.media_cache_gb)
         if row is None and read_json(folder / "config.json").get("vision_config") is not None:
             logger.info("text alone is served: no vision family of the table is for %s", architecture)
         return None

@@ -19,6 +19,7 @@ from funitel.model_server.loading.drafter_plans import (
     plan_beside_parts,
     plan_drafter,
 )
+from funitel.model_server.media.families.load import tower_bytes
 from funitel.model_server.models.footprint import torch_weight_bytes
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -32,12 +33,19 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
-    """What each rank of the decoder takes, with what makes draft tokens if that has weights. Raises: `StartupError`."""
+    """What each rank of the decoder takes, with its vision tower, and what makes draft tokens if that has weights.
+
+    Raises:
+        StartupError: it cannot be served, or not with these settings.
+    """
     parts = parts_for(settings, spec)
     if parts is None:
         device = choose_device(settings.device, 0)
         plan = plan_drafter(DraftTarget(_drafting_of(settings), folder, spec, device))
         facts, pools = estimate_alone(settings, folder, spec, reads_middle=plan is not None and plan.reads_middle)
+        if settings.model_spec is None:
+            tower = tower_bytes(folder, spec.architecture, choose_dtype(settings.dtype, device), device)
+            facts = replace(facts, weights=tuple([held + tower for held in facts.weights]))
     else:
         plan = plan_beside_parts(DraftTarget(_drafting_of(settings), folder, spec, _CPU))
         facts, pools = estimate_parts(settings, folder, spec, parts)
