@@ -23,9 +23,9 @@ from funitel.router.text.model_files import ModelFiles
 # Width and height: tiny, odd, panoramas, of the families' own edges and beside them, and large.
 SIZES = [
     *((1, 1), (3, 5), (17, 300), (14, 15), (640, 480), (333, 777), (100, 2500), (2000, 101), (1281, 721)),
-    *((112, 112), (336, 672), (512, 512), (513, 511), (224, 1120), (896, 896), (1023, 1), (1600, 1200)),
+    *((112, 112), (336, 672), (512, 512), (513, 511), (224, 1120), (896, 896), (201, 1), (1200, 800)),
 ]
-MAX_PIXELS = 200_000_000
+MAX_PIXELS = 64_000_000
 IMAGES = sorted(ORACLES)
 
 

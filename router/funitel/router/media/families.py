@@ -3,6 +3,7 @@
 A value that the files leave out, or have as null, is the default of transformers.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from funitel.router.media.planners import (
     TiledSquares,
 )
 from funitel.router.text.model_files import ModelFiles
+
+logger = logging.getLogger(__name__)
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 
@@ -160,6 +163,7 @@ def family_of(files: ModelFiles, tokenizer: Tokenizer) -> ImageFamily | None:
         return None
     given = FamilyFiles(files, tokenizer)
     if not given.image:
+        logger.warning("images are refused: the model's folder has no preprocessor_config.json for %s", model_type)
         return None
     if not given.flag("do_resize", True):
         raise StartupError("the model's image processor has do_resize false: images of any size cannot be taken")
@@ -198,6 +202,8 @@ def _smart_resize(given: FamilyFiles) -> Planner:
 
 
 def _gemma3(given: FamilyFiles) -> Planner:
+    if given.flag("do_pan_and_scan", False):
+        logger.warning("the model's image processor asks for pan and scan: images are processed without")
     size = given.size(height=224, width=224)
     return FixedSize(
         placeholder=given.named("image", "<image_soft_token>"),
