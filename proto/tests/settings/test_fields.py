@@ -305,7 +305,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "reasoning_parser": st.sampled_from(REASONING_PARSERS),
     "chat_special_tokens": st.booleans(),
     "validation_workers": COUNT,
-    "payload_limit": COUNT,
+    "payload_limit": st.none() | COUNT,
     "max_connections": st.none() | COUNT,
     "max_header_bytes": COUNT,
     "max_total_body_bytes": COUNT,

@@ -245,6 +245,8 @@ DIFFERENT: dict[tuple[Program, str], tuple[Any, str]] = {
         "loopback where there is no key; the image keeps TGI's",
     ),
     ("router", "--hostname"): (None, "the same"),
+    ("launcher", "--payload-limit"): (None, "TGI's, and more where the model takes images"),
+    ("router", "--payload-limit"): (None, "the same"),
     ("router", "--max-image-fetch-size"): (33_554_432, "1 GiB of one request is no bound"),
     ("quantize", "--groupsize"): (32, "4.6 bits instead of 4.2, and far better"),
     ("quantize", "--percdamp"): (0.1, "better on texts that calibrated nothing"),

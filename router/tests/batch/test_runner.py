@@ -66,7 +66,13 @@ class Bench:
         self.execute = Execute(answer)
         self.now = 1000.0
         self.runner = BatchRunner(
-            self.store, self.folder, self.execute, lambda n: n < 4, RunnerLimits(100, 1000), NoMetrics(), self.clock
+            self.store,
+            self.folder,
+            self.execute,
+            lambda n: n < 4,
+            RunnerLimits(100, lambda: 1000),
+            NoMetrics(),
+            self.clock,
         )
 
     def clock(self) -> float:

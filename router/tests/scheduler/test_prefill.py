@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from sequences import BLOCK, make_sequence
 
-from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
-from funitel.router.core.request import Sequence
+from funitel.proto.step import MediaInput, MediaKind, MediaSpan, SamplingParams, SequenceStart, StoppingParams
+from funitel.router.core.request import RequestMedia, Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.plan import SchedulerPolicy
+from funitel.router.scheduler.prefill import whole_spans
 from funitel.router.scheduler.scheduler import Scheduler
 
 SAMPLING = SamplingParams(temperature=0.5, seed=3)
@@ -129,3 +130,60 @@ def test_a_sequence_enters_where_a_block_is_left_for_each_that_runs(num_free: in
     plan = scheduler.schedule()
     assert plan is not None
     assert [start.request_id for start in plan.starts] == [1] * enters
+
+
+def image(position: int, length: int, key: bytes = b"k") -> RequestMedia:
+    given = MediaInput(key=key, kind=MediaKind.IMAGE, shape=(), values=b"", num_features=length)
+    return RequestMedia(MediaSpan(key, position, length), given)
+
+
+@pytest.mark.parametrize(
+    ("begun", "count", "may_extend", "expected"),
+    [
+        (0, 4, False, 4),  # before all items
+        (0, 5, True, 5),  # up to the first
+        (0, 7, True, 5),  # within it: it comes later
+        (0, 10, False, 10),  # with all of it
+        (5, 2, True, 5),  # begins with it: all of it,
+        (5, 2, False, 0),  # or none
+        (7, 2, True, 3),  # behind a part that is cached
+        (7, 3, False, 3),
+        (5, 6, True, 5),  # up to the next one, which follows at once
+        (10, 1, True, 4),
+        (14, 9, False, 9),  # behind all
+    ],
+)
+def test_a_chunk_ends_within_no_item(begun: int, count: int, may_extend: bool, expected: int) -> None:
+    assert whole_spans((image(5, 5), image(10, 4)), begun, count, may_extend=may_extend) == expected
+
+
+def test_a_shard_is_told_where_the_items_are() -> None:
+    media = image(1, 3), image(4, 2, b"l")
+    start = start_of(make_scheduler(max_batch_prefill_tokens=9), make_sequence(1, 9, 4, media=media))
+    assert start.media == (MediaSpan(b"k", 1, 3), MediaSpan(b"l", 4, 2))
+
+
+def test_the_first_chunk_of_a_step_is_as_large_as_its_item_and_others_wait() -> None:
+    scheduler = make_scheduler(max_batch_prefill_tokens=8, has_whole_spans=True)
+    for number in range(2):
+        scheduler.add(make_sequence(number, 20, 4, media=(image(6, 8),)))
+    computed = []
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        computed.append(plan.computed)
+    assert computed == [{0: 6, 1: 2}, {0: 8, 1: 0}, {0: 6, 1: 2}]
+
+
+def test_the_keys_of_blocks_tell_items_and_their_places_apart() -> None:
+    def keys(*media: RequestMedia) -> list[bytes]:
+        sequence = make_sequence(0, 24, 4, media=media)
+        return [sequence.block_key(i, BLOCK) for i in range(5)]
+
+    none, first, other = keys(), keys(image(6, 5)), keys(image(6, 5, b"l"))
+    assert [a == b for a, b in zip(none, first, strict=True)] == [True, False, False, False, False]
+    assert [a == b for a, b in zip(first, other, strict=True)] == [True, False, False, False, False]
+    assert keys(image(5, 5))[1] != first[1]
+    assert keys(image(6, 5), image(16, 4))[:4] == first[:4]
+    assert keys(image(6, 5), image(16, 4))[4] != first[4]
+    assert keys(image(8, 4), image(12, 4, b"l")) != keys(image(8, 4), image(12, 4))

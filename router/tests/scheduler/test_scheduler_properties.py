@@ -5,6 +5,7 @@ A shard that keeps the content of every block stands in for the model, so a bloc
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +17,9 @@ from funitel.proto.step import (
     FinishReason,
     GeneratedText,
     Generation,
+    MediaInput,
+    MediaKind,
+    MediaSpan,
     SamplingParams,
     SequenceStart,
     StateSave,
@@ -23,7 +27,7 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
-from funitel.router.core.request import Request, Sequence, background_key
+from funitel.router.core.request import Request, RequestMedia, Sequence, background_key
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler import state_checkpoints
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
@@ -33,6 +37,7 @@ BLOCK = 4
 BUDGET = 24
 MOST_PROMPT, MOST_COMPLETION = 22, 18
 STEPS_TO_END = 3000
+SPANS = ((), (), (), ((2, 6),), ((1, 9), (12, 5)), ((4, 12),), ((0, 3), (3, 4)), ((5, 17),))  # of images
 DISTANCES = state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL  # of checkpoints
 
 
@@ -56,6 +61,14 @@ def next_token(tokens: list[int]) -> int:
     return (sum(tokens[-7:]) * 31 + len(tokens)) % 97
 
 
+def content(request: Request, tokens: Sequence_[int], position: int) -> int:
+    """What a slot holds: the token, and of a media item which one it is and the place in it."""
+    for each in request.media:
+        if each.span.position <= position < each.span.end:
+            return 1000 * (1 + each.span.key[0]) + position - each.span.position
+    return tokens[position]
+
+
 @dataclass
 class ShardRow:
     wish: Wish
@@ -76,6 +89,7 @@ class Shard:
     rows: dict[int, ShardRow] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> token
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by slot, the tokens that made it
+    has_whole_spans: bool = False
     num_drafts: int = 0  # of the latest step
     num_accepted: int = 0
 
@@ -119,11 +133,14 @@ class Shard:
         end = row.num_computed + count
         assert end <= len(row.tokens), "more tokens than are known"
         assert end <= len(row.blocks) * BLOCK, "a token has no slot"
+        request = row.wish.sequence.request
         for position in range(row.num_computed, end):
-            self.memory[row.blocks[position // BLOCK], position % BLOCK] = row.tokens[position]
+            self.memory[row.blocks[position // BLOCK], position % BLOCK] = content(request, row.tokens, position)
         for position in range(end):
             found = self.memory[row.blocks[position // BLOCK], position % BLOCK]
-            assert found == row.tokens[position], "another's content"
+            assert found == content(request, row.tokens, position), "another's content"
+        inside = [each.span for each in request.media if each.span.position < end < each.span.end]
+        assert not (count and self.has_whole_spans and inside), "a chunk ends within an item"
         if row.state_slot:
             state = self.states[row.state_slot]
             assert state == tuple(row.tokens[: row.num_computed]), "another's state"
@@ -186,6 +203,12 @@ class Shard:
         return Generation(row.wish.sequence.id, tokens, finished=finished, num_accepted=accepted)
 
 
+def item(image: int, position: int, length: int) -> RequestMedia:
+    key = bytes([image])
+    given = MediaInput(key=key, kind=MediaKind.IMAGE, shape=(), values=b"", num_features=length)
+    return RequestMedia(MediaSpan(key, position, length), given)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """A client, an engine and a shard that do as they please, one act at a time."""
 
@@ -196,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_prefix_cache=st.booleans(),
         most_steps=st.sampled_from([1, 2, 2]),
         state_slots=st.sampled_from([0, 0, 1, 3, 8, 30]),
+        has_whole_spans=st.booleans(),
     )
     def begin(
         self,
@@ -205,6 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_prefix_cache: bool,
         most_steps: int,
         state_slots: int,
+        has_whole_spans: bool,
     ) -> None:
         state_checkpoints.FIRST_DISTANCE, state_checkpoints.DECODE_INTERVAL = 3, 8
         policy = SchedulerPolicy(
@@ -212,11 +237,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_size=max_batch_size,
             is_chunked=is_chunked,
             has_prefix_cache=has_prefix_cache,
+            has_whole_spans=has_whole_spans,
         )
         self.most_steps = most_steps  # in flight at once
         self.scheduler = Scheduler(policy, BlockPool(num_blocks, BLOCK, state_slots=state_slots))
         self.wishes: dict[int, Wish] = {}
-        self.shard = Shard(self.wishes)
+        self.shard = Shard(self.wishes, has_whole_spans=has_whole_spans)
         self.live: dict[int, Wish] = {}
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.ended: dict[int, list[int]] = {}
@@ -233,6 +259,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculate=st.sampled_from([0, 0, 1, 3, 6]),
         key=st.sampled_from([b"", b"", b"a", b"b", background_key(b"a")]),
         priority=st.sampled_from([0, 0, -2, 2]),
+        spans=st.sampled_from(SPANS),
+        image=st.integers(0, 1),
     )
     def submit(
         self,
@@ -245,6 +273,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculate: int,
         key: bytes,
         priority: int,
+        spans: tuple[tuple[int, int], ...],
+        image: int,
     ) -> None:
         number = len(self.wishes)
         shared = max(0, prompt_len - own)  # prompts of a family begin alike
@@ -255,6 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             key=key,
             priority=priority,
             speculate=speculate,
+            media=tuple(item(image + n, *span) for n, span in enumerate(spans) if sum(span) <= prompt_len),
         )
         num_tokens = 1 + max_new_tokens // 3 if ends_early else max_new_tokens
         wish = Wish(Sequence(number, request, arrived=float(number)), num_tokens, has_spans)
@@ -374,7 +405,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = (*sequence.request.input_ids, *sequence.output_ids)
             found = self.scheduler.blocks.match(sequence.block_key(i, BLOCK) for i in range(len(known) // BLOCK))
             for position in range(len(found) * BLOCK):
-                assert self.shard.memory[found[position // BLOCK], position % BLOCK] == known[position]
+                slot_content = self.shard.memory[found[position // BLOCK], position % BLOCK]
+                assert slot_content == content(sequence.request, known, position)
             states = self.scheduler.blocks.states
             for i in range(len(known) // BLOCK if states is not None else 0):
                 slot = states._cached.get(sequence.block_key(i, BLOCK))
@@ -421,7 +453,7 @@ def test_speculating_sequences_share_a_small_pool(num_blocks: int, state_slots: 
     for seed in range(40):
         source, machine = random.Random(seed), SchedulerMachine()
         try:
-            machine.begin(num_blocks, None, True, True, 2, state_slots)  # type: ignore[call-arg]
+            machine.begin(num_blocks, None, True, True, 2, state_slots, False)  # type: ignore[call-arg]
             for number in range(8):
                 machine.submit(  # type: ignore[call-arg]
                     source.randint(1, 8),
@@ -432,6 +464,8 @@ def test_speculating_sequences_share_a_small_pool(num_blocks: int, state_slots: 
                     seed % 4 == 0,
                     source.randint(1, 6),
                     b"",
+                    0,
+                    (),
                     0,
                 )
             for _ in range(400):

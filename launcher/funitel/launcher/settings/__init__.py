@@ -176,7 +176,7 @@ class LauncherSettings:
     max_media_items: int = _router("max_media_items")
     max_media_pixels: int = _router("max_media_pixels")
     media_processed_cache_mb: int = _router("media_processed_cache_mb")
-    payload_limit: int = _router("payload_limit")
+    payload_limit: int | None = _router("payload_limit")
     max_connections: int | None = _router("max_connections")
     max_header_bytes: int = _router("max_header_bytes")
     header_timeout_seconds: float = _router("header_timeout_seconds")

@@ -63,6 +63,7 @@ async def info(http: HttpRequest) -> Response:
         version=service.version,
         sha=settings.git_sha,
         docker_label=settings.docker_label,
+        modalities=service.modalities,
         lora_adapters=[known.adapter.name for known in service.adapters.known] or None,
         **(_encoder_facts(service) if service.is_encoder else {"layer_parts": service.engine.layer_parts}),
     )

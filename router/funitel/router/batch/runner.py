@@ -70,7 +70,7 @@ class RunnerLimits:
     """Bounds of an input file."""
 
     max_requests: int
-    max_line_bytes: int
+    max_line_bytes: Callable[[], int]  # asked for each file: models may come to be loaded
 
 
 class BatchRunner:
@@ -212,7 +212,7 @@ class BatchRunner:
         rules = InputRules(
             batch.endpoint,
             self._limits.max_requests,
-            self._limits.max_line_bytes,
+            self._limits.max_line_bytes(),
             self._execute.model_check(batch.owner),
         )
         await self._store(BatchStore.clear_requests, batch.id)

@@ -95,7 +95,7 @@ class Batches:
         try:
             await asyncio.to_thread(folder.tidy, await store(BatchStore.file_ids))
             settings = self._models.own.settings
-            limits = RunnerLimits(settings.max_batch_requests, settings.payload_limit)
+            limits = RunnerLimits(settings.max_batch_requests, lambda: self._models.payload_limit)
             runner = BatchRunner(store, folder, self._execute, self._has_room, limits, self._models.metrics)
             self._open = OpenBatches(folder, store, runner)
             self._is_decided.set()

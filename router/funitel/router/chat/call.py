@@ -1,11 +1,13 @@
 """Records of a chat request, the same for every API: messages, tools and options. `prepare_chat` checks them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from funitel.proto.errors import InvalidRequest
 from funitel.router.core.grammar import Grammar
+from funitel.router.media.interface import MediaSource
 from funitel.router.serving.sampling_request import SamplingRequest
 
 
@@ -18,20 +20,65 @@ class PastToolCall:
     arguments: Mapping[str, Any]
 
 
+ContentPart = str | MediaSource
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
     """One message of the conversation.
 
     `role` is one of `control_text.ROLES`: a template writes it between control tokens. A `tool` message carries the
-    result of the call `tool_call_id`.
+    result of the call `tool_call_id`. `parts` are the content of a message with images or sounds, in order, and `text`
+    is all text in them.
     """
 
     role: str
     text: str = ""
+    parts: tuple[ContentPart, ...] = ()
     name: str | None = None
     tool_calls: tuple[PastToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
+
+    @classmethod
+    def of_parts(cls, role: str, parts: Iterable[ContentPart], separator: str = "", **fields: Any) -> "ChatMessage":
+        """A message of texts and media; the `separator` stands between texts that follow each other."""
+        content = list(parts)
+        text = separator.join(part for part in content if isinstance(part, str))
+        if all(isinstance(part, str) for part in content):
+            return cls(role=role, text=text, **fields)
+        joined: list[ContentPart] = []
+        for part in content:
+            if isinstance(part, str) and joined and isinstance(joined[-1], str):
+                joined[-1] += separator + part
+            else:
+                joined.append(part)
+        return cls(role=role, text=text, parts=tuple(joined), **fields)
+
+    @property
+    def content(self) -> tuple[ContentPart, ...]:
+        """Its texts and media, in order."""
+        return self.parts or (self.text,)
+
+    @property
+    def media(self) -> tuple[MediaSource, ...]:
+        """Its images and sounds, in order."""
+        return tuple(part for part in self.parts if isinstance(part, MediaSource))
+
+    def followed_by(self, text: str) -> "ChatMessage":
+        """The same with more text at its end."""
+        return replace(self, text=self.text + text, parts=(*self.parts, text) if self.parts else ())
+
+
+_SPEAK_TEXT = ("system", "developer", "assistant")
+
+
+def check_role_of_media(role: str, parts: Iterable[ContentPart]) -> None:
+    """Raise InvalidRequest for an image or a sound in a message of a role that has none."""
+    found = next((part for part in parts if isinstance(part, MediaSource)), None)
+    if found is not None and role in _SPEAK_TEXT:
+        words = f"`{found.place}`: a message with role `{role}` must be text; images belong into the user's"
+        raise InvalidRequest(words, found.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,17 +11,18 @@ from functools import lru_cache
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest, ToolError
-from funitel.proto.step import GrammarType
+from funitel.proto.step import GrammarType, MediaKind
 from funitel.router.chat.auto_grammar import Calls, Thoughts, auto_grammar
 from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolMode
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from funitel.router.chat.tool_formats import BY_NAME, TOOL_FORMATS, ToolFormat, call_or_answer, detect_tool_format
 from funitel.router.chat.tool_grammar import calls_or_answer, forced_calls
 from funitel.router.core.grammar import Grammar
+from funitel.router.serving.media import Prepared, prepare_media
 from funitel.router.serving.prepare import NO_NAMES
 from funitel.router.serving.sampling_request import BrokenRule
 from funitel.router.serving.service import Service
-from funitel.router.text.control_text import Spans
+from funitel.router.text.control_text import MediaMarkers, Spans
 
 TOOL_PROMPT = (
     "You may call the functions above. To call one, answer with nothing but a JSON object of its name and its "
@@ -45,6 +46,7 @@ class ChatPrompt:
 
     text: str
     plain: Spans = field(default_factory=list)
+    media: Prepared = ()  # of which it has the text
     tools: tuple[Tool, ...] = ()  # those the model may call
     grammar: Grammar | None = None
     tool_format: ToolFormat | None = None
@@ -62,14 +64,14 @@ async def render_prompt(service: Service, call: ChatCall, names: Mapping[str, st
         TemplateError: there is no template, or it refused the messages.
     """
     try:
-        return await _render_prompt(service, call)
+        return await _render_prompt(service, call, names.get("inputs", "messages"))
     except BrokenRule as broken:
         raise broken.error(names) from None
     except RecursionError:
         raise InvalidRequest("`tools` or the arguments of calls are nested too deeply", "tools") from None
 
 
-async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
+async def _render_prompt(service: Service, call: ChatCall, field: str) -> ChatPrompt:
     tools = _offered(call)
     template = service.tokenizer.template_source(with_tools=bool(tools))
     grammar, tool_format = await _constrained(call, tools)
@@ -79,8 +81,10 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
         messages = [_with_calls_as_text(message) for message in messages]
     if tools and (not knows_tools or call.tool_prompt is not None):
         messages = _with_tool_prompt(messages, tools, call.tool_prompt, list_tools=not knows_tools)
+    media = await prepare_media(service, [source for message in messages for source in message.media])
     rendered = await service.tokenizer.chat_prompt(
         [_variables(message, template) for message in messages],
+        markers=_markers(service, template) if media else None,
         tools=[_tool_variables(tool) for tool in tools] if tools and knows_tools else None,
         variables=_template_variables(call, template),
         continues=_continues(call),
@@ -103,7 +107,20 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
         thoughts = None if reasoning is None else Thoughts(reasoning, is_thinking, call.thinking_budget or None)
         calls = Calls(tool_format, tools, call.allows_several_calls, template) if tool_format is not None else None
         grammar = await _auto_grammar(service, calls, thoughts)
-    return ChatPrompt(text, rendered.plain, tools, grammar, tool_format, reasoning, is_thinking)
+    plain = rendered.plain
+    if media and service.media is not None:
+        text, plain = service.media.insert(text, plain, media, field)
+    return ChatPrompt(text, plain, media, tools, grammar, tool_format, reasoning, is_thinking)
+
+
+def _markers(service: Service, template: str) -> MediaMarkers | None:
+    """What stands for media in a prompt; by their kinds, where the template writes nothing for them itself."""
+    media = service.media
+    if media is None:
+        return None
+    kinds = sorted(service.media_kinds)
+    inline = {} if _writes_media(template) else {NOUNS_IN_TEMPLATES[kind]: media.prompt_marker(kind) for kind in kinds}
+    return MediaMarkers(tuple(media.marker(kind) for kind in kinds), inline)
 
 
 @lru_cache(maxsize=8)
@@ -186,7 +203,34 @@ def _variables(message: ChatMessage, template: str) -> dict[str, Any]:
     }
     given = {name: value for name, value in optional.items() if value is not None}
     role = "system" if message.role == "developer" and "developer" not in template else message.role
-    return {"role": role, "content": message.text} | given
+    return {"role": role, "content": _content(message, template)} | given
+
+
+NOUNS_IN_TEMPLATES = {MediaKind.IMAGE: "image", MediaKind.AUDIO: "audio"}
+
+
+def _content(message: ChatMessage, template: str) -> str | list[dict[str, str]]:
+    """A text, or a list of parts, as transformers documents it: of a message with media, or for a template of lists."""
+    if not message.parts and not _wants_lists(template):
+        return message.text
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": NOUNS_IN_TEMPLATES[part.kind]}
+        for part in message.content
+    ]
+
+
+@lru_cache(maxsize=8)
+def _writes_media(template: str) -> bool:
+    """Whether a template knows parts that are media."""
+    return re.search(r"""["'](image|image_url|audio|video)["']""", template) is not None
+
+
+@lru_cache(maxsize=8)
+def _wants_lists(template: str) -> bool:
+    """Whether a template would leave out the text of a message that is no list: it takes each content for one."""
+    if not _writes_media(template) or re.search(r"\bis\s+(not\s+)?(string|mapping|iterable|sequence)\b", template):
+        return False
+    return re.search(r"""\bin\s+\w+(\.content\b|\[["']content["']\])""", template) is not None
 
 
 def _call_variables(call: PastToolCall, id: str) -> dict[str, Any]:
@@ -248,7 +292,7 @@ def _with_tool_prompt(
     parts.append(TOOL_PROMPT if prompt is None else prompt)
     users = [place for place, message in enumerate(messages) if message.role == "user"]
     place = users[-1] if users else len(messages) - 1
-    told = replace(messages[place], text="\n".join((messages[place].text, *parts)))
+    told = messages[place].followed_by("\n".join(("", *parts)))
     return [*messages[:place], told, *messages[place + 1 :]]
 
 

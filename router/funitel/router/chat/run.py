@@ -13,6 +13,7 @@ from funitel.router.chat.parts import ChatUsage, Part
 from funitel.router.chat.prompt import ChatPrompt, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.media import num_repeated
 from funitel.router.serving.prepare import NO_NAMES, GenerationJob, Prompt, check_prompt_scores, prepare
 from funitel.router.serving.run import (
     Answer,
@@ -117,7 +118,7 @@ async def prepare_chat(
     check_count(call.n, service)
     prompt = await render_prompt(service, call, names)
     sampling = replace(call.sampling, grammar=prompt.grammar)
-    text = Prompt(prompt.text, add_special_tokens=call.add_special_tokens, plain=prompt.plain)
+    text = Prompt(prompt.text, call.add_special_tokens, plain=prompt.plain, media=prompt.media)
     field = names.get("grammar", "grammar")
     if prompt.tools:  # a grammar is made of their schemas
         names = {**names, "grammar": _TOOL_GRAMMAR}
@@ -133,7 +134,8 @@ async def prepare_chat(
     request_context.current().operation = "chat"
     jobs = job.siblings(call.n)
     check_prompt_scores(jobs, "prompt_logprobs")
-    return PreparedChat(call, prompt, jobs)
+    # Images take megabytes, and are not needed any more: the request has what was made of them.
+    return PreparedChat(replace(call, messages=()), replace(prompt, media=()), jobs)
 
 
 def check_count(n: int, service: Service) -> None:
@@ -147,4 +149,4 @@ async def count_prompt_tokens(service: Service, call: ChatCall, names: Mapping[s
     """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
     prompt = await render_prompt(service, call, names)
     field = names.get("inputs", "inputs")
-    return await service.tokenizer.count(prompt.text, field, plain=prompt.plain)
+    return await service.tokenizer.count(prompt.text, field, plain=prompt.plain) + num_repeated(prompt.media)

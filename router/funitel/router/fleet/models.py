@@ -17,7 +17,7 @@ from funitel.router.fleet.snapshot import GENERATE, READY, FleetModel, FleetSnap
 from funitel.router.middleware.operation import ModelUse
 from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.serving.service import Service
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 
 MAX_LISTED = 50  # names in an error
@@ -134,6 +134,17 @@ class ServedModels:
         self.is_alone = False
         self._take([self._own_entry()] if self.has_own else [])
         own.drain.on_end(self._end)
+
+    @property
+    def payload_limit(self) -> int:
+        """Bytes that the body of a request may have before its model is known: as many as for any of them.
+
+        A model that is not loaded may take images.
+        """
+        given = self.own.settings.payload_limit
+        services = [model.service for model in self._models.values()]
+        limits = (MEDIA_PAYLOAD_LIMIT if service is None else service.payload_limit for service in services)
+        return given or max(limits, default=self.own.payload_limit)
 
     def _own_entry(self) -> FleetModel:
         """The router's own model, where the control plane does not list it."""

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field, replace
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.core import request_context
-from funitel.router.core.request import Adapter, Request
+from funitel.router.core.request import Adapter, Request, RequestMedia
 from funitel.router.core.stream import Timings
+from funitel.router.media.interface import PreparedMedia
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.beam_request import check_beams, with_beams, without_sampling
+from funitel.router.serving.media import num_repeated, placed
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import (
     build_request,
+    check_not_cut,
     check_parameters,
     check_prompt_ids,
     check_prompt_length,
@@ -31,13 +34,15 @@ NO_NAMES: Mapping[str, str] = {}
 class Prompt:
     """What to go on from, and how it enters the model: its tokens if they are given, else those of its text.
 
-    `plain`, of a chat: the spans of its text in which control tokens are ordinary text.
+    `plain`, of a chat: the spans of its text in which control tokens are ordinary text. `media` are the items whose
+    text it has.
     """
 
     text: str
     add_special_tokens: bool = True
     ids: tuple[int, ...] | None = None
     plain: Spans | None = None
+    media: tuple[PreparedMedia, ...] = ()
 
 
 MAX_PROMPT_SCORES = 2**20
@@ -176,22 +181,27 @@ async def _checked(
     sampling = with_default_stops(sampling, service.settings)
     language = sampling.target_language
     first_token = None if language is None else tokenizer.languages.token(language)
-    input_ids = prompt.ids
+    input_ids, media = prompt.ids, tuple[RequestMedia, ...]()
     if input_ids is None:
         field = names.get("inputs", "inputs")
+        more = num_repeated(prompt.media)
         try:
             input_ids = await tokenizer.encode(
                 prompt.text,
                 add_special_tokens=prompt.add_special_tokens,
                 field=field,
                 plain=prompt.plain,
-                max_tokens=limits.max_input_tokens,
-                keep_last=sampling.truncate,
+                max_tokens=max(0, limits.max_input_tokens - more),
+                keep_last=None if prompt.media else sampling.truncate,
             )
-        except TooManyTokens as many:
+        except TooManyTokens as known:
+            many = TooManyTokens(known.num_tokens + more, is_exact=known.is_exact)
             check_prompt_length(many.num_tokens, sampling.max_new_tokens, limits, many.words)
             raise
         check_prompt_ids(input_ids, tokenizer.num_tokens)
+        input_ids, media = placed(service, input_ids, prompt.media, field)
+        if media:
+            check_not_cut(len(input_ids), sampling.truncate)
     request = build_request(
         sampling,
         prompt.text,
@@ -201,6 +211,8 @@ async def _checked(
         first_token=first_token,
         banned_tokens=await _banned_tokens(sampling.bad_words, tokenizer),
     )
+    if media:
+        request = replace(request, media=media)
     return request if sampling.beams is None else with_beams(request, sampling.beams, limits, tokenizer.codec)
 
 

@@ -8,9 +8,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.proto.settings.fields import require
+from funitel.proto.step import MediaKind
 from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
 from funitel.router.audio.service import AudioService
@@ -19,10 +21,11 @@ from funitel.router.core.request import DEFAULT_MODEL
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
+from funitel.router.media.service import MediaService
 from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.serving.admission_gate import TokenizeLimit
 from funitel.router.serving.running import RunningRequests
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, TEXT_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
 from funitel.router.text.model_files import (
@@ -60,6 +63,7 @@ class Service:
         self._warming: asyncio.Task[None] | None = None
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
+        self.media: MediaService | None = None  # None: prompts are text
         self._encoder: EncoderService | None = None
         self._audio: AudioService | None = None
         self.validating = FairSemaphore(1, 1)
@@ -135,6 +139,24 @@ class Service:
             raise WrongTask(f"the model served here does not generate text: it is an encoder for {self._encoder.words}")
 
     @property
+    def media_kinds(self) -> frozenset[MediaKind]:
+        """Which media prompts may have: those that can be prepared here, and encoded by the shards."""
+        facts = None if self._engine is None else self._engine.limits.media
+        return frozenset() if facts is None or self.media is None else facts.kinds & self.media.kinds
+
+    @property
+    def modalities(self) -> list[str] | None:
+        """The names of what prompts may have, beginning with text; None where it is text alone."""
+        names = [kind.name.lower() for kind in sorted(self.media_kinds)]
+        return ["text", *names] if names else None
+
+    @property
+    def payload_limit(self) -> int:
+        """Bytes that the body of a request may have: more where images come in it, unless the operator says so."""
+        given = self.settings.payload_limit
+        return given or (MEDIA_PAYLOAD_LIMIT if self.media_kinds else TEXT_PAYLOAD_LIMIT)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises NotReady until the engine is connected too."""
         if self._tokenizer is None or (self._engine is None and self._encoder is None):
@@ -176,6 +198,7 @@ class Service:
     async def _start(self, connect: Connect) -> None:
         settings = self.settings
         folder = await asyncio.to_thread(find_model_folder, settings.tokenizer_name, settings.revision)
+        config = Path(settings.tokenizer_config_path) if settings.tokenizer_config_path else None
         self._tokenizer = await asyncio.to_thread(
             partial(
                 Tokenizer.load,
@@ -204,6 +227,10 @@ class Service:
                 require(not located, f"--lora-adapters is for models that generate text, this is an {words}")
                 self._encoder = encoder
             else:
+                if limits.media is not None:
+                    self.media = await asyncio.to_thread(
+                        MediaService.create, settings, ModelFiles(folder, config), self._tokenizer.pool.tokenizer
+                    )
                 self._stage = "starting: loading adapters"
                 await self.adapters.load_listed(engine, located)
                 self._audio = AudioService.create(settings, ModelFiles(folder), self._tokenizer.token_id)
@@ -247,5 +274,7 @@ class Service:
         if self._warming is not None:
             self._warming.cancel()
             await asyncio.gather(self._warming, return_exceptions=True)
+        if self.media is not None:
+            await self.media.close()
         if self._tokenizer is not None:
             await self._tokenizer.close()

@@ -177,6 +177,13 @@ def truncated(input_ids: Sequence[int], truncate: int | None) -> tuple[int, ...]
     return tuple(input_ids if truncate is None else input_ids[-truncate:])
 
 
+def check_not_cut(num_input_tokens: int, truncate: int | None) -> None:
+    """Raise BrokenRule where a prompt with images would lose its beginning, and maybe a part of an image."""
+    if truncate is not None and num_input_tokens > truncate:
+        rule = f"`$truncate` must be >= {num_input_tokens}, the tokens of the prompt: one with images is never cut"
+        raise BrokenRule("truncate", rule, truncate, kind=ContextTooLong)
+
+
 def completion_limit(num_input_tokens: int, max_new_tokens: int | None, limits: Limits) -> int:
     """Return how many completion tokens a request may have: those that are asked for, or that the context has room for.
 

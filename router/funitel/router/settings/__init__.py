@@ -29,6 +29,7 @@ TOOL_CALL_PARSERS = (
     *("gemma_code", "json"),
 )
 REASONING_PARSERS = ("auto", "none", "harmony", "think", "mistral", "seed", "gemma4")
+TEXT_PAYLOAD_LIMIT, MEDIA_PAYLOAD_LIMIT = 2_000_000, 64_000_000  # bytes of a body, by what the model takes
 MAX_GB_S = 1_000_000  # a petabyte a second: more than any memory
 MAX_TIMEOUT_SECONDS = 86_400  # a day
 MAX_TARGET_ITL_MS = 600_000  # ten minutes
@@ -224,7 +225,11 @@ class RouterSettings:
     media_processed_cache_mb: int = setting(
         256, "Memory in MiB for processed images, which are taken again where a chat repeats them.", bounds=NOT_NEGATIVE
     )
-    payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
+    payload_limit: int | None = setting(
+        None,
+        "Maximum size of a request body in bytes. When not given, 2000000, or 64000000 where the model takes images.",
+        bounds=POSITIVE,
+    )
     max_connections: int | None = setting(
         None,
         "Maximum of open connections; at the maximum, the connection that is idle for longest is closed. When not "

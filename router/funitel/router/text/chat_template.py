@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from funitel.proto.errors import TemplateError
 from funitel.router.sandbox.worker import Answer, serve
-from funitel.router.text.control_text import ControlText, HiddenChat, RenderedChat
+from funitel.router.text.control_text import ControlText, HiddenChat, MediaMarkers, RenderedChat
 
 # What a template can make jinja2 and the functions it calls raise.
 _TEMPLATE_FAILURES = (
@@ -123,19 +123,27 @@ class ChatTemplate:
         more = {**self._special_tokens, **(variables or {}), "tools": tools}
         if not continues:
             return self._render(messages, more, begins)
-        if not last["content"].strip():
+        content = last["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "") for part in content)
+        if not content.strip():
             return self._render(earlier, more, True)
-        return _cut_after(self._render(messages, more, begins), last["content"])
+        return _cut_after(self._render(messages, more, begins), content)
 
     def render_without_control(
-        self, control: ControlText, chat: Mapping[str, Any], answer_markers: Sequence[str] = ()
+        self,
+        control: ControlText,
+        chat: Mapping[str, Any],
+        answer_markers: Sequence[str] = (),
+        markers: MediaMarkers | None = None,
     ) -> RenderedChat:
         """Render a chat so that its control text is told from the template's; arguments as `HiddenChat` takes them.
 
         Raises:
             TemplateError: as `render` and `HiddenChat`.
         """
-        hidden = HiddenChat(control, chat, answer_markers, template=self.source + self.for_tools.source)
+        template = self.source + self.for_tools.source
+        hidden = HiddenChat(control, chat, answer_markers, template=template, markers=markers)
         try:
             return hidden.reveal(self.render(**hidden.chat))
         except TemplateError as error:
@@ -168,8 +176,9 @@ def prepare(setup: dict[str, Any]) -> Answer:
     max_characters: int = setup["max_characters"]
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
+        markers = task.get("markers") and MediaMarkers(**task["markers"])
         try:
-            prompt = template.render_without_control(control, task["chat"], task["answer_markers"])
+            prompt = template.render_without_control(control, task["chat"], task["answer_markers"], markers)
         except TemplateError as error:
             return {"error": error.message}
         length = len(prompt.text)

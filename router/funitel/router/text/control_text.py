@@ -9,7 +9,7 @@ import json
 import os.path
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -50,11 +50,29 @@ class RenderedChat:
     plain: Spans
 
 
+@dataclass(frozen=True, slots=True)
+class MediaMarkers:
+    """What stands for images and sounds in prompts.
+
+    `hidden` are the texts that templates write for them, ordinary text where a client writes them. `inline` are written
+    in their places, by the type of a part, where a template takes each content for a text.
+    """
+
+    hidden: tuple[str, ...] = ()
+    inline: Mapping[str, str] = field(default_factory=dict)
+
+
 class HiddenChat:
     """A chat without control text, and the way back: `reveal` for what the template made of `chat`."""
 
     def __init__(
-        self, control: ControlText, chat: Mapping[str, Any], answer_markers: Sequence[str] = (), *, template: str = ""
+        self,
+        control: ControlText,
+        chat: Mapping[str, Any],
+        answer_markers: Sequence[str] = (),
+        *,
+        template: str = "",
+        markers: MediaMarkers | None = None,
     ) -> None:
         """Hide the control text of a chat.
 
@@ -63,10 +81,14 @@ class HiddenChat:
             chat: the arguments of `ChatTemplate.render`.
             answer_markers: structure that answers of this model may contain, and messages of the assistant too.
             template: its source; characters of it are not used to hide text.
+            markers: of media, where the chat has some.
 
         Raises:
             TemplateError: the chat uses all private-use characters, or is nested too deeply.
         """
+        self._inline = {} if markers is None else markers.inline
+        if markers is not None:
+            control = ControlText((*control.structure, *markers.hidden), control.notation)
         self._marks: dict[str, str] = {}  # what stands for a text
         self._free = _free_characters(chat, template)
         self._anywhere = _pattern((*control.structure, *control.notation))
@@ -106,10 +128,21 @@ class HiddenChat:
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         spoken = self._by_role.get(message["role"], self._anywhere)
-        return {
+        hidden = {
             name: value if name == "role" else self._hidden(value, spoken if name in _SPOKEN else None)
             for name, value in message.items()
+            if name != "content" or isinstance(value, str)
         }
+        if "content" not in hidden and "content" in message:
+            hidden["content"] = self._parts(message["content"], spoken)
+        return hidden
+
+    def _parts(self, content: Sequence[Mapping[str, str]], spoken: re.Pattern[str]) -> Any:
+        """The parts of a content without the control text; as one text, where media are written inline."""
+        parts = [dict(part, text=self._hidden(part["text"], spoken)) if "text" in part else part for part in content]
+        if self._inline:
+            return "".join(part["text"] if "text" in part else self._inline[part["type"]] for part in parts)
+        return parts
 
     def _hidden(self, value: Any, pattern: re.Pattern[str] | None = None) -> Any:
         """A value without the control text in its strings and its keys."""

@@ -14,7 +14,7 @@ from typing import Any
 from funitel.proto.errors import TemplateError
 from funitel.router.core import request_context
 from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
-from funitel.router.text.control_text import ControlText, RenderedChat
+from funitel.router.text.control_text import ControlText, MediaMarkers, RenderedChat
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,17 @@ class TemplateRenderer:
             self._refuse(problem)
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, answer_markers: Sequence[str] = (), **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answer_markers: Sequence[str] = (),
+        markers: MediaMarkers | None = None,
+        **options: Any,
     ) -> RenderedChat:
         """Return the prompt of a chat, with the options `ChatTemplate.render` takes.
 
-        `answer_markers`: control tokens that messages of the assistant may contain, as `HiddenChat` takes them.
+        `answer_markers` are control tokens that messages of the assistant may contain, and `markers` those of media, as
+        `HiddenChat` takes them.
 
         Raises:
             TemplateError: the template cannot be used, refused the messages, or took too much time or memory.
@@ -85,9 +91,8 @@ class TemplateRenderer:
             raise TemplateError(self._refusal)
         try:
             chat = {"messages": list(messages), **options}
-            answer: dict[str, Any] = await self._pool.run(
-                {"chat": chat, "answer_markers": answer_markers}, request_context.current().owner
-            )
+            task = {"chat": chat, "answer_markers": answer_markers, "markers": markers and asdict(markers)}
+            answer: dict[str, Any] = await self._pool.run(task, request_context.current().owner)
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None
         except WorkerUnavailable as problem:

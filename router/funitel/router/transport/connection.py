@@ -15,7 +15,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.transport.connection_limits import Connections
 from funitel.router.transport.framing import BodyTooLarge, Framing, LimitExceeded, malformed
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE
@@ -54,7 +54,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_leaving = False  # nothing more is read
         self._is_deaf = False  # the same, but a handler may answer
         self._num_header_lines = 0
-        self._framing = Framing(settings.max_header_bytes, settings.payload_limit)
+        self._framing = Framing(settings.max_header_bytes, settings.payload_limit or MEDIA_PAYLOAD_LIMIT)
         self._waits_for: tuple[Phase, int] | None = None  # and of which request
         self._deadline = inf  # instants of the loop's clock
         self._unread_deadline = inf

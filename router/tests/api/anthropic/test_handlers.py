@@ -325,8 +325,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
         ([{"role": "user", "content": ""}], "messages.0.content: cannot be empty"),
         ([{"role": "user", "content": []}], "messages.0.content: cannot be empty"),
         (
-            [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
-            "messages.0.content.0: type `image` is not supported",
+            [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://x"}}]}],
+            "messages.0.content.0: type `document` is not supported",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text: this field is required"),
         ([{"role": "user", "content": [USE]}], "messages.0.content.0: type `tool_use` belongs"),
@@ -340,9 +340,9 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
         (
             [
                 {"role": "assistant", "content": [USE]},
-                {"role": "user", "content": [RESULT | {"content": [{"type": "image"}]}]},
+                {"role": "user", "content": [RESULT | {"content": [{"type": "document"}]}]},
             ],
-            "messages.1.content.0.content.0: type `image` is not supported",
+            "messages.1.content.0.content.0: type `document` is not supported",
         ),
     ],
 )

@@ -382,9 +382,9 @@ async def test_messages_that_are_understood(client: httpx.AsyncClient, message: 
         ({"role": 1, "content": "Hi"}, "messages.0.role", "valid string"),
         ({"role": "user", "content": 5}, "messages.0.content", "valid list"),
         (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+            {"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]},
             "messages.0.content.0.type",
-            "`image_url` is not supported",
+            "`file` is not supported",
         ),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function", "required"),
         (

@@ -248,9 +248,9 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
         ({"input": [{"role": "tool", "content": "a"}]}, "input.0.role", "must be 'user'"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0", "type `web_search_call` is not supported"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "http://x"}]}]},
             "input.0.content.0",
-            "type `input_image` is not supported",
+            "type `input_file` is not supported",
         ),
         ({"input": [RESULT]}, "input.0.call_id", "no function_call has this id. Given: 'c1'"),
         ({"input": [CALL]}, "input", "each function_call must have its function_call_output: `c1`"),

@@ -82,7 +82,7 @@ def test_items_are_found_by_id() -> None:
     store.put(stored("a", text="out", given="in"))
     store.put(stored("b"))
     found = [store.item("msg_a"), store.item("in_a")]
-    assert [each.item.text for each in found if each and isinstance(each.item, MessageItem)] == ["out", "in"]
+    assert [each.item.content[0].text for each in found if each and isinstance(each.item, MessageItem)] == ["out", "in"]
     assert store.item("msg_c") is None
 
 

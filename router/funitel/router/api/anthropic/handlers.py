@@ -78,6 +78,7 @@ def _check_version(http: HttpRequest) -> None:
 async def _prepare(service: Service, body: MessagesRequest, arrived: Arrival) -> PreparedChat:
     call = chat_call(body, sampling_of(body))
     chat = await prepare_chat(service, call, stream=body.stream, arrived=arrived, names=FIELDS)
+    body.messages = []  # images take megabytes, and a stream holds the body
     if isinstance(body.thinking, ThinkingEnabled) and chat.prompt.reasoning is None:
         raise InvalidRequest("`thinking` is not supported: the model's template marks no reasoning", "thinking")
     return chat

@@ -34,6 +34,37 @@ class TextBlock(Body):
     citations: Any = Field(default=None, description="Accepted as they were answered.")
 
 
+class Base64Source(Body):
+    """The bytes of an image as base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(Body):
+    """The URL of an image."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Body):
+    """An image of a message of the user, or of a tool's result."""
+
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")], by_type("base64", "url")
+    ]
+    cache_control: CacheControl | None = None
+
+    @property
+    def url(self) -> str:
+        """Its URL; one that has its bytes, where these were given."""
+        source = self.source
+        return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+
+
 class ToolUseBlock(Body):
     """A call the assistant made."""
 
@@ -69,8 +100,10 @@ class ToolReferenceBlock(Body):
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
-    by_type("text", "tool_reference"),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type("text", "image", "tool_reference"),
 ]
 
 
@@ -85,12 +118,6 @@ class ToolResultBlock(Body):
     is_error: bool = False
     cache_control: CacheControl | None = None
 
-    @property
-    def text(self) -> str:
-        """The result as the model reads it; a failure says that it is one."""
-        text = joined(self.content)
-        return f"Error: {text}" if self.is_error else text
-
 
 class ThinkingBlock(Body):
     """What the assistant thought; its signature is not looked at."""
@@ -100,15 +127,16 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 Blocks = Annotated[
     list[
         Annotated[
             Annotated[TextBlock, Tag("<text>")]
+            | Annotated[ImageBlock, Tag("<image>")]
             | Annotated[ToolUseBlock, Tag("<tool_use>")]
             | Annotated[ToolResultBlock, Tag("<tool_result>")]
             | Annotated[ThinkingBlock, Tag("<thinking>")],
-            by_type("text", "tool_use", "tool_result", "thinking"),
+            by_type("text", "image", "tool_use", "tool_result", "thinking"),
         ]
     ],
     BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
@@ -122,7 +150,7 @@ class InputMessage(Body):
     content: Blocks
 
 
-def joined(blocks: Sequence[TextBlock | ToolReferenceBlock]) -> str:
+def joined(blocks: Sequence[TextBlock]) -> str:
     """Texts that stand beside each other, a line each."""
     return "\n".join(block.text for block in blocks)
 

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import GrammarType
+from funitel.proto.step import GrammarType, MediaKind
 from funitel.router.api.anthropic.schema_request import (
     CountTokensRequest,
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     TextBlock,
@@ -22,8 +23,9 @@ from funitel.router.api.anthropic.schema_request import (
     joined,
 )
 from funitel.router.api.anthropic.schema_request import Tool as BodyTool
-from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.chat.call import ChatCall, ChatMessage, ContentPart, PastToolCall, Tool, ToolChoice, ToolMode
 from funitel.router.core.grammar import Grammar
+from funitel.router.media.interface import MediaSource
 from funitel.router.serving.sampling_request import SamplingRequest
 
 
@@ -133,7 +135,7 @@ def _conversation(body: CountTokensRequest) -> Iterator[ChatMessage]:
     _check_answered(calls, len(body.messages) - 1)
 
 
-_SPEAKERS = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", ToolResultBlock: "user"}
+_SPEAKERS = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", ToolResultBlock: "user", ImageBlock: "user"}
 
 
 def _check_content(body: CountTokensRequest, place: int) -> None:
@@ -176,6 +178,8 @@ def _user_messages(message: InputMessage, place: int, calls: dict[str, str]) -> 
     for number, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             yield ChatMessage(role=message.role, text=block.text)
+        elif isinstance(block, ImageBlock):
+            yield ChatMessage.of_parts(message.role, [_image(block, f"messages.{place}.content.{number}")])
         elif isinstance(block, ToolResultBlock):
             if block.tool_use_id not in calls:
                 param = f"messages.{place}.content.{number}.tool_use_id"
@@ -183,7 +187,23 @@ def _user_messages(message: InputMessage, place: int, calls: dict[str, str]) -> 
                     f"{param}: no tool_use of the message before has this id. Given: {block.tool_use_id!r}", param
                 )
             name = calls[block.tool_use_id]
-            yield ChatMessage(role="tool", text=block.text, tool_call_id=block.tool_use_id, name=name)
+            yield _result(block, f"messages.{place}.content.{number}", name)
+
+
+def _image(block: ImageBlock, place: str) -> MediaSource:
+    return MediaSource(MediaKind.IMAGE, f"{place}.source", block.url)
+
+
+def _result(block: ToolResultBlock, place: str, name: str) -> ChatMessage:
+    """The result of a call as the model reads it; a failure says that it is one."""
+    parts: list[ContentPart] = [
+        _image(part, f"{place}.content.{number}") if isinstance(part, ImageBlock) else part.text
+        for number, part in enumerate(block.content)
+    ]
+    if block.is_error:
+        first = parts.pop(0) if parts and isinstance(parts[0], str) else ""
+        parts.insert(0, f"Error: {first}")
+    return ChatMessage.of_parts("tool", parts, "\n", tool_call_id=block.tool_use_id, name=name)
 
 
 def _merged(messages: Iterator[ChatMessage]) -> Iterator[ChatMessage]:
@@ -202,7 +222,8 @@ def _merged(messages: Iterator[ChatMessage]) -> Iterator[ChatMessage]:
 
 def _one(first: ChatMessage, second: ChatMessage) -> ChatMessage:
     if first.role != "assistant":
-        return ChatMessage(role=first.role, text=f"{first.text}\n{second.text}")
+        parts = [part for message in (first, second) for part in message.content]
+        return ChatMessage.of_parts(first.role, parts, "\n")
     return ChatMessage(
         role="assistant",
         text=first.text + second.text,

@@ -89,7 +89,8 @@ async def serve_recognition(http: HttpRequest) -> Response:
 
 
 def _form(incoming: IncomingRequest, record: type[F]) -> F:
-    return checked_form(incoming.http, upload_of(incoming.http.scope), record, incoming.service.settings)
+    is_strict = incoming.service.settings.strict_fields
+    return checked_form(incoming.http, upload_of(incoming.http.scope), record, is_strict=is_strict)
 
 
 def _call(incoming: IncomingRequest, form: AudioForm, task: str, language: str) -> TranscriptionCall:

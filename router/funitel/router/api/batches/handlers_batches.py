@@ -23,7 +23,7 @@ CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANC
 async def create(http: HttpRequest) -> Response:
     """`POST /v1/batches`: begin a batch; its file is validated in the background."""
     opened, service = await batches_of(http).opened(), service_of(http)
-    body = await read_body(http, CreateBatchRequest, service.settings, service.validating)
+    body = await read_body(http, CreateBatchRequest, service)
     window = int(body.completion_window[:-1]) * SECONDS[body.completion_window[-1]]
     if window > MAX_WINDOW_SECONDS:
         words = f"completion_window: must be at most {MAX_WINDOW_SECONDS // 86_400}d. Given: {body.completion_window}"

@@ -30,8 +30,7 @@ from funitel.router.api.common.schema_base import Body, unsupported_type
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import check_model
 from funitel.router.middleware.operation import route_of
-from funitel.router.sandbox.fair_semaphore import FairSemaphore
-from funitel.router.settings import RouterSettings
+from funitel.router.serving.service import Service
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE, Client
 from funitel.router.transport.multipart import FormReader, boundary_of
 
@@ -54,8 +53,8 @@ _UPLOAD = "funitel.upload"  # in place of them: a file with its fields
 FORM_BYTES = 65_536  # of a form beside its file
 
 
-async def read_body(request: Request, model: type[B], settings: RouterSettings, thread: FairSemaphore) -> B:
-    """Read and check a request's body of at most `payload_limit` bytes; one of many values in a `thread` by itself.
+async def read_body(request: Request, model: type[B], service: Service) -> B:
+    """Read and check the body of a request to a `service`; one of many values in a thread, one at a time.
 
     Unknown fields are ignored, with one warning for each name; with `strict_fields` they are errors.
 
@@ -66,12 +65,12 @@ async def read_body(request: Request, model: type[B], settings: RouterSettings, 
         Forbidden: it asks for a model that the API key is not for.
         InvalidRequest: it is JSON of another shape; names the first field at fault.
     """
-    content = await read_json(request, settings.payload_limit)
-    policy = FieldPolicy(settings.strict_fields)
+    content = await read_json(request, service.payload_limit)
+    policy = FieldPolicy(service.settings.strict_fields)
     if request.scope[_NUM_VALUES] <= FEW_VALUES:
         body = _validated(content, model, policy)
     else:
-        async with thread.acquired(request_context.current().owner):
+        async with service.validating.acquired(request_context.current().owner):
             body = await asyncio.to_thread(_validated, content, model, policy)
     policy.warn(route_of(request.scope))
     return body
@@ -195,9 +194,9 @@ def upload_of(scope: Scope) -> Upload:
     return upload
 
 
-def checked_form(request: Request, upload: Upload, model: type[B], settings: RouterSettings) -> B:
+def checked_form(request: Request, upload: Upload, model: type[B], *, is_strict: bool) -> B:
     """The fields of an upload as a record; unknown ones as in a body. Raises InvalidRequest for the first at fault."""
-    policy = FieldPolicy(settings.strict_fields)
+    policy = FieldPolicy(is_strict)
     form = _validated(dict(upload.fields), model, policy)
     policy.warn(route_of(request.scope))
     return form

@@ -45,7 +45,7 @@ class IncomingRequest:
 
     async def read(self, model: type[B]) -> B:
         """Read and check the body; raises as `read_body`."""
-        return await read_body(self.http, model, self.service.settings, self.service.validating)
+        return await read_body(self.http, model, self.service)
 
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -159,7 +159,7 @@ async def _reserved(
     else:
         if declared_size(request) > SHORT_CHARACTERS:
             service.tokenizer.pool.check_room()
-        await receive_body(request, service.settings.payload_limit)
+        await receive_body(request, service.payload_limit)
     reservation = gate.reserve(incoming)
     arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
     with ExitStack() as held:

@@ -98,7 +98,7 @@ class ModelChoice:
             return upload_of(scope).fields.get(FIELDS[0]) if has_upload(scope) else None
         if not self._has_body:
             return None
-        content = await read_json(request, self._models.own.settings.payload_limit)
+        content = await read_json(request, self._models.payload_limit)
         if not isinstance(content, dict):
             return None
         asked = next((found for field in FIELDS if (found := content.get(field)) is not None), None)
@@ -116,7 +116,7 @@ class ModelChoice:
         arrived = Arrival.of(request)
         scope[ARRIVED] = arrived.at
         if self._has_body and not has_upload(scope):
-            await receive_body(request, self._models.own.settings.payload_limit)
+            await receive_body(request, self._models.payload_limit)
         limit = model.entry.request_limit or self._models.own.settings.max_concurrent_requests
         began = time.monotonic()
         try:

@@ -90,7 +90,7 @@ async def rerank_documents(incoming: IncomingRequest) -> Response:
 @encoder_route
 async def rerank(incoming: IncomingRequest) -> Response:
     """`/rerank`: a body of TEI's; or, where it has `documents`, of vLLM's route of the same name."""
-    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
+    content = await read_json(incoming.http, incoming.service.payload_limit)
     is_documents = isinstance(content, dict) and "documents" in content
     return await (rerank_documents if is_documents else rerank_texts)(incoming.http)
 

@@ -40,7 +40,7 @@ async def forward_body(http: HttpRequest) -> Response:
     control = _control(http)
     if declared_size(http) == 0 and "transfer-encoding" not in http.headers:
         return await _forwarded(http, b"", control)
-    await receive_body(http, models_of(http).own.settings.payload_limit)
+    await receive_body(http, models_of(http).payload_limit)
     body = taken_body(http.scope)
     return await _forwarded(http, body, control)
 

@@ -51,7 +51,7 @@ async def _prompt(service: Service, body: InferflowRequest) -> Prompt:
     if given:
         [(field, template)] = given
         texts = {"query": body.text, "system_prompt": body.system_prompt, "res_prefix": body.res_prefix}
-        most = service.settings.payload_limit
+        most = service.payload_limit
         return written(template, texts, service.tokenizer, service.engine.limits.eos_token_ids, field, most)
     said = (("system", body.system_prompt), ("user", body.text), ("assistant", body.res_prefix))
     messages = tuple(ChatMessage(role=role, text=text) for role, text in said if text)

@@ -28,7 +28,8 @@ from funitel.router.api.native.schema import (
     top_token_lists,
 )
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
+from funitel.router.serving.inline_images import inline_prompt
+from funitel.router.serving.prepare import GenerationJob, prepare
 from funitel.router.serving.run import Answer, answer_headers, collect_best, stream_all, stream_headers, timings_of
 from funitel.router.serving.service import Service
 from funitel.router.serving.timings import AnswerTimings
@@ -78,9 +79,10 @@ async def generate_stream(incoming: IncomingRequest) -> Response:
 async def _answer(
     service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival
 ) -> tuple[GenerateResponse, dict[str, str]]:
-    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=False, arrived=arrived, names=NAMES)
+    prompt = await inline_prompt(service, inputs)
+    job = await prepare(service, parameters.sampling, prompt, stream=False, arrived=arrived, names=NAMES)
     [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
-    prefix = inputs if parameters.return_full_text else ""
+    prefix = job.request.inputs if parameters.return_full_text else ""
     timings = timings_of([job], [best, *others]) if parameters.timings else None
     response = GenerateResponse(
         generated_text=prefix + best.finished.text,
@@ -120,7 +122,8 @@ def _details_of(answer: Answer) -> dict[str, Any]:
 
 
 async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival) -> EventStream:
-    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=True, arrived=arrived, names=NAMES)
+    prompt = await inline_prompt(service, inputs)
+    job = await prepare(service, parameters.sampling, prompt, stream=True, arrived=arrived, names=NAMES)
     return EventStream(partial(_events, job, parameters), native_error, headers=stream_headers(job))
 
 

@@ -311,6 +311,11 @@ class Info(BaseModel):
         exclude_if=is_none,
         description="Device and precision of ranges of layers, such as 0-9=cpu:int8; absent where all are alike.",
     )
+    modalities: list[str] | None = Field(
+        default=None,
+        exclude_if=is_none,
+        description="What a prompt may have, such as `text` and `image`; absent where it is text alone.",
+    )
     # Of encoders, in text-embeddings-inference's words.
     model_type: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=is_none)
     model_dtype: str | None = Field(default=None, exclude_if=is_none)

@@ -8,13 +8,17 @@ from funitel.router.api.common.handler import IncomingRequest, counted_route, re
 from funitel.router.api.native.schema import GenerateRequest
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.chat.prompt import render_prompt
+from funitel.router.serving.inline_images import inline_prompt
+from funitel.router.serving.media import with_all_rows
 
 
 @reading_route
 async def tokenize(incoming: IncomingRequest) -> Response:
     """`/tokenize`: the prompt's tokens, special ones added, with their places in bytes."""
     body = await incoming.read(GenerateRequest)
-    return _answer(await incoming.service.tokenizer.listed(body.inputs))
+    prompt = await inline_prompt(incoming.service, body.inputs)
+    rows = await incoming.service.tokenizer.listed(prompt.text)
+    return _answer(with_all_rows(incoming.service, rows, prompt.media))
 
 
 @counted_route
@@ -25,6 +29,7 @@ async def chat_tokenize(incoming: IncomingRequest) -> Response:
     body.check()
     prompt = await render_prompt(incoming.service, body.call)
     rows = await incoming.service.tokenizer.listed(prompt.text, add_special_tokens=False, plain=prompt.plain)
+    rows = with_all_rows(incoming.service, rows, prompt.media)
     return _answer(f'{{"tokenize_response":{rows},"templated_text":{json.dumps(prompt.text, ensure_ascii=False)}}}')
 
 

@@ -81,7 +81,10 @@ async def chat_completions(incoming: IncomingRequest) -> Response:
 
 
 async def _prepare(service: Service, body: ChatRequest, arrived: Arrival) -> PreparedChat:
-    return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived, names=FIELDS | body.names)
+    names = FIELDS | body.names
+    chat = await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived, names=names)
+    body.messages = []  # images take megabytes, and a stream holds the body
+    return chat
 
 
 async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tuple[ChatCompletion, dict[str, str]]:

@@ -27,6 +27,11 @@ class Model(BaseModel):
         exclude_if=is_none,
         description="Tokens of a prompt and its completion; absent until the shards answer.",
     )
+    modalities: list[str] | None = Field(
+        default=None,
+        exclude_if=is_none,
+        description="What a prompt may have, such as `text` and `image`; absent where it is text alone.",
+    )
     root: str | None = Field(
         default=None, exclude_if=is_none, description="The model's own name, or the folder of an adapter."
     )
@@ -38,14 +43,14 @@ class Model(BaseModel):
         name = service.model_id
         max_len = service.max_model_len if service.is_started else None
         root = name if service.adapters.known else None
-        return cls(id=name, owned_by=name, max_model_len=max_len, root=root)
+        return cls(id=name, owned_by=name, max_model_len=max_len, modalities=service.modalities, root=root)
 
     @classmethod
     def of_adapter(cls, service: Service, known: KnownAdapter) -> "Model":
         """An adapter of the model that is served."""
         base = cls.of(service)
         name, path = known.adapter.name, known.adapter.path
-        return cls(id=name, owned_by=base.owned_by, max_model_len=base.max_model_len, root=path, parent=base.id)
+        return base.model_copy(update={"id": name, "root": path, "parent": base.id})
 
 
 class LaunchedModelInfo(ModelRecord, Model):

@@ -101,7 +101,7 @@ class ChatRequest(SamplingFields):
         """
         tools, choice = self._tools_and_choice()
         return ChatCall(
-            messages=tuple(message.message for message in self.messages),
+            messages=tuple(message.to_chat(f"messages.{place}") for place, message in enumerate(self.messages)),
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.answers_functions,

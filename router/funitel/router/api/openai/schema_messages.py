@@ -1,21 +1,48 @@
-"""Request records of messages in OpenAI's chats: text parts, results of tools, and answers sent back."""
+"""Request records of messages in OpenAI's chats: texts, images, results of tools, and answers sent back."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from funitel.proto.step import MediaKind
 from funitel.router.api.common.schema_base import Body, json_object
-from funitel.router.chat.call import ChatMessage, PastToolCall
+from funitel.router.chat.call import ChatMessage, PastToolCall, check_role_of_media
+from funitel.router.media.interface import MediaSource
 from funitel.router.text.control_text import ROLES
 
 
+class ImageUrl(Body):
+    """An image: its URL, or its bytes as one, `data:image/png;base64,...`."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = Field(
+        default=None, description="How finely the image is looked at, where the model's processor knows it."
+    )
+
+
+def _as_image(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+class InputAudio(Body):
+    """A sound: its bytes as base64."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+MEDIA_PARTS = ("image_url", "input_audio")
+
+
 class ContentPart(Body):
-    """A part of a message's content; text, or a refusal sent back, is the only kind."""
+    """A part of a message's content: text, an image, a sound, or a refusal sent back."""
 
     type: str
     text: str = ""
-    image_url: Any = None
-    input_audio: Any = None
+    image_url: Annotated[ImageUrl | None, BeforeValidator(_as_image, json_schema_input_type=str | ImageUrl | None)] = (
+        Field(default=None, description="Of a part of type `image_url`.")
+    )
+    input_audio: InputAudio | None = Field(default=None, description="Of a part of type `input_audio`.")
     file: Any = None
     refusal: str | None = None
     cache_control: Any = None
@@ -23,10 +50,27 @@ class ContentPart(Body):
 
     @field_validator("type")
     @classmethod
-    def _is_text(cls, value: str) -> str:
-        if value not in ("text", "refusal"):
-            raise ValueError(f"content of type `{value}` is not supported, only `text`")
+    def _is_known(cls, value: str) -> str:
+        if value not in ("text", "refusal", *MEDIA_PARTS):
+            raise ValueError(f"content of type `{value}` is not supported, only `text`, `image_url` and `input_audio`")
         return value
+
+    @model_validator(mode="after")
+    def _has_its_media(self) -> "ContentPart":
+        if self.type in MEDIA_PARTS and getattr(self, self.type) is None:
+            raise ValueError(f"content of type `{self.type}` needs the field `{self.type}`")
+        return self
+
+    def content(self, place: str) -> str | MediaSource:
+        """Its text, or its image or sound; `place` is that of the part in the request."""
+        if self.type == "image_url" and self.image_url is not None:
+            image = self.image_url
+            return MediaSource(MediaKind.IMAGE, f"{place}.image_url", image.url, detail=image.detail or "")
+        if self.type == "input_audio" and self.input_audio is not None:
+            sound = self.input_audio
+            url = f"data:audio/{sound.format};base64,{sound.data}"
+            return MediaSource(MediaKind.AUDIO, f"{place}.input_audio", url, format=sound.format)
+        return self.text or self.refusal or ""
 
 
 def _as_parts(content: Any) -> Any:
@@ -96,14 +140,14 @@ class Message(Body):
             raise ValueError("is not supported in messages")
         return value
 
-    @property
-    def text(self) -> str:
-        """The content's parts, joined."""
-        return "".join(part.text or part.refusal or "" for part in self.content or ())
+    def to_chat(self, place: str) -> ChatMessage:
+        """The message in the words of the chat core; `place` is that of the message in the request.
 
-    @property
-    def message(self) -> ChatMessage:
-        """The message in the words of the chat core."""
+        Raises:
+            InvalidRequest: it has media, and is not the user's nor a tool's result.
+        """
+        parts = [part.content(f"{place}.content.{number}") for number, part in enumerate(self.content or ())]
+        check_role_of_media(self.role, parts)
         calls = [
             PastToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in self.tool_calls or ()
@@ -114,9 +158,9 @@ class Message(Body):
             calls.append(PastToolCall(id=_call_id(name), name=name, arguments=self.function_call.arguments))
         if role == "function":  # the earlier form of a tool's result, which names its call by the function
             role, call_id = "tool", call_id or _call_id(self.name or "")
-        return ChatMessage(
-            role=role,
-            text=self.text,
+        return ChatMessage.of_parts(
+            role,
+            parts,
             name=self.name,
             tool_calls=tuple(calls),
             tool_call_id=call_id,

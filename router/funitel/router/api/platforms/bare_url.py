@@ -28,6 +28,6 @@ async def serve_task(http: HttpRequest) -> Response:
 @encoder_route
 async def _embed_or_compare(incoming: IncomingRequest) -> Response:
     """The vectors of texts; or, where `inputs` is an object, how near sentences are to one."""
-    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
+    content = await read_json(incoming.http, incoming.service.payload_limit)
     is_comparison = isinstance(content, dict) and isinstance(content.get("inputs"), dict)
     return await (similarity.similarity if is_comparison else handlers.embed)(incoming.http)

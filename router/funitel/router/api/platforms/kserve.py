@@ -22,7 +22,8 @@ from funitel.router.api.platforms.schema import (
 from funitel.router.fleet.models import ServedModel
 from funitel.router.middleware.operation import ModelUse
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Prompt, prepare
+from funitel.router.serving.inline_images import inline_prompt
+from funitel.router.serving.prepare import prepare
 from funitel.router.serving.run import Answer, check_count, collect_best, summed_headers
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import run_until_disconnect
@@ -90,12 +91,12 @@ async def _answer(service: Service, body: KserveRequest, arrived: Arrival) -> tu
     best_of = [parameters.best_of or 1] * len(body.inputs)
     check_count(service, "inputs", best_of)
     prompts = [_text(place, given) for place, given in enumerate(body.inputs)]
-    jobs = [
-        await prepare(service, parameters.sampling, Prompt(text), stream=False, arrived=arrived, names=NAMES)
-        for text in prompts
-    ]
+    jobs = []
+    for text in prompts:
+        prompt = await inline_prompt(service, text)
+        jobs.append(await prepare(service, parameters.sampling, prompt, stream=False, arrived=arrived, names=NAMES))
     ranked = await collect_best(jobs, best_of)
-    prefixes = prompts if parameters.return_full_text else [""] * len(prompts)
+    prefixes = [job.request.inputs if parameters.return_full_text else "" for job in jobs]
     outputs = _outputs(body.inputs, body.outputs, prefixes, [answers[0] for answers in ranked])
     return KserveResponse(id=body.id, outputs=outputs), summed_headers(jobs, list(chain.from_iterable(ranked)))
 

@@ -25,7 +25,7 @@ async def invocations(http: HttpRequest) -> Response:
 
 @generation_route
 async def _generate(incoming: IncomingRequest) -> Response:
-    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
+    content = await read_json(incoming.http, incoming.service.payload_limit)
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be an object")
     for field, handler in _HANDLERS:

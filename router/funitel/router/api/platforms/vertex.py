@@ -12,7 +12,8 @@ from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat.run import prepare_chat
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
+from funitel.router.serving.inline_images import inline_prompt
+from funitel.router.serving.prepare import GenerationJob, prepare
 from funitel.router.serving.run import check_count, collect_best, summed_headers
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import run_until_disconnect
@@ -35,7 +36,7 @@ async def _predict(service: Service, body: VertexRequest, arrived: Arrival) -> t
     check_count(service, "instances", best_of)
     jobs = [await _job(service, instance, arrived) for instance in body.instances]
     ranked = await collect_best(jobs, best_of)
-    prefixes = [_prefix(instance) for instance in body.instances]
+    prefixes = [_prefix(instance, job) for instance, job in zip(body.instances, jobs, strict=True)]
     texts = [prefix + answers[0].finished.text for prefix, answers in zip(prefixes, ranked, strict=True)]
     return VertexResponse(predictions=texts), summed_headers(jobs, list(chain.from_iterable(ranked)))
 
@@ -44,9 +45,8 @@ async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrive
     if isinstance(instance, ChatRequest):
         return await _chat_job(service, instance, arrived)
     parameters = _vertex_parameters(instance)
-    return await prepare(
-        service, parameters.sampling, Prompt(instance.inputs), stream=False, arrived=arrived, names=NAMES
-    )
+    prompt = await inline_prompt(service, instance.inputs)
+    return await prepare(service, parameters.sampling, prompt, stream=False, arrived=arrived, names=NAMES)
 
 
 async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> GenerationJob:
@@ -69,7 +69,7 @@ def _best_of(instance: GenerateRequest | ChatRequest) -> int:
     return 1 if isinstance(instance, ChatRequest) else instance.effective_parameters.best_of or 1
 
 
-def _prefix(instance: GenerateRequest | ChatRequest) -> str:
+def _prefix(instance: GenerateRequest | ChatRequest, job: GenerationJob) -> str:
     if isinstance(instance, ChatRequest) or not instance.effective_parameters.return_full_text:
         return ""
-    return instance.inputs
+    return job.request.inputs

@@ -51,7 +51,7 @@ async def create(incoming: IncomingRequest) -> Response:
         begun.store = False
     if body.background and not begun.store:
         raise InvalidRequest("`background` needs `store`", "background")
-    items = conversation(body, store, owner, max_stored_bytes=incoming.service.settings.payload_limit)
+    items = conversation(body, store, owner, max_stored_bytes=incoming.service.payload_limit)
     answering = Answering(incoming.service, store, body, items, owner, begun)
     if body.background:
         headers = await answering.begin(incoming.arrived)
@@ -72,7 +72,7 @@ async def count_input_tokens(incoming: IncomingRequest) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a conversation has."""
     body = await incoming.read(InputTokensRequest)
     store, owner = store_of(incoming.http), tenant_of(incoming.http.scope)
-    items = conversation(body, store, owner, max_stored_bytes=incoming.service.settings.payload_limit)
+    items = conversation(body, store, owner, max_stored_bytes=incoming.service.payload_limit)
     call = chat_call(body, items)
     count = await count_prompt_tokens(incoming.service, call, FIELDS)
     return json_answer(InputTokenCount(input_tokens=count))

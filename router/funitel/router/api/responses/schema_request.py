@@ -24,6 +24,19 @@ class InputText(Body):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, description="Accepted.")
 
 
+class InputImage(Body):
+    """An image that was given: its URL, or its bytes as one, `data:image/png;base64,...`."""
+
+    unsupported: ClassVar = {"file_id": Unsupported("files are not kept for it here; send the image in `image_url`")}
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = Field(
+        default=None, description="How finely the image is looked at, where the model's processor knows it."
+    )
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, description="Accepted.")
+
+
 class OutputTextPart(Body):
     """Text that was answered."""
 
@@ -49,13 +62,14 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
-TextPart = Annotated[
+Part = Annotated[
     Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[OutputTextPart, Tag("<output_text>")]
     | Annotated[RefusalPart, Tag("<refusal>")],
-    by_type("input_text", "output_text", "refusal"),
+    by_type("input_text", "input_image", "output_text", "refusal"),
 ]
-TextParts = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+Parts = Annotated[list[Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])]
 
 
 class _Item(Body):
@@ -68,14 +82,8 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextParts
+    content: Parts
     phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Accepted.")
-
-    @property
-    def text(self) -> str:
-        """The texts of its parts; those that were given stand a line each."""
-        separator = "" if self.role == "assistant" else "\n"
-        return separator.join(part.text for part in self.content)
 
 
 class FunctionCallItem(_Item):
@@ -94,15 +102,10 @@ class FunctionCallOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: TextParts
+    output: Parts
     name: str | None = None
     namespace: str | None = None
     caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
-
-    @property
-    def text(self) -> str:
-        """The texts of its parts, a line each."""
-        return "\n".join(part.text for part in self.output)
 
 
 class SummaryText(Body):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest, PayloadTooLarge
-from funitel.proto.step import GrammarType
+from funitel.proto.step import GrammarType, MediaKind
 from funitel.router.api.common.schema_base import json_object
 from funitel.router.api.responses.builder import new_id
 from funitel.router.api.responses.schema_request import (
@@ -15,6 +15,7 @@ from funitel.router.api.responses.schema_request import (
     FunctionCallOutputItem,
     FunctionChoice,
     FunctionTool,
+    InputImage,
     InputTokensRequest,
     Item,
     ItemReference,
@@ -22,17 +23,29 @@ from funitel.router.api.responses.schema_request import (
     ModeChoice,
     NamespaceTool,
     ObjectFormat,
+    Part,
     PlainFormat,
     ReasoningItem,
     ResponsesRequest,
     SchemaFormat,
 )
 from funitel.router.api.responses.store import ResponseStore, StoredItem
-from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.chat.call import (
+    ChatCall,
+    ChatMessage,
+    ContentPart,
+    PastToolCall,
+    Tool,
+    ToolChoice,
+    ToolMode,
+    check_role_of_media,
+)
 from funitel.router.core.grammar import Grammar
+from funitel.router.media.interface import MediaSource
 from funitel.router.serving.sampling_request import SamplingRequest
 
 ANY_OBJECT = '{"type": "object"}'
+_DETAILS = {"original": "high"}  # as finely as the model can
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -217,7 +230,9 @@ def _messages(instructions: str | None, items: Sequence[Item], first: int) -> It
 def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
     match item:
         case MessageItem():
-            return ChatMessage(role=item.role, text=item.text)
+            parts = _content(item.content, place, "content")
+            check_role_of_media(item.role, parts)
+            return ChatMessage.of_parts(item.role, parts, "" if item.role == "assistant" else "\n")
         case ReasoningItem():
             return ChatMessage(role="assistant", reasoning=item.text)
         case FunctionCallItem():
@@ -225,7 +240,25 @@ def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
             call = PastToolCall(id=item.call_id, name=name, arguments=_arguments(item, place))
             return ChatMessage(role="assistant", tool_calls=(call,))
         case FunctionCallOutputItem():
-            return ChatMessage(role="tool", text=item.text, tool_call_id=item.call_id, name=calls[item.call_id])
+            parts = _content(item.output, place, "output")
+            name = calls[item.call_id]
+            return ChatMessage.of_parts("tool", parts, "\n", tool_call_id=item.call_id, name=name)
+
+
+def _content(parts: Sequence[Part], item: int, field: str) -> list[ContentPart]:
+    """The texts and images in a field of an item, which has a number in the request, or is stored."""
+    stored = "previous_response_id" if item < 0 else ""
+    return [
+        _image(part, stored or f"input.{item}.{field}.{number}.image_url")
+        if isinstance(part, InputImage)
+        else part.text
+        for number, part in enumerate(parts)
+    ]
+
+
+def _image(part: InputImage, place: str) -> MediaSource:
+    detail = part.detail or ""
+    return MediaSource(MediaKind.IMAGE, place, part.image_url, detail=_DETAILS.get(detail, detail))
 
 
 def _arguments(item: FunctionCallItem, place: int) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from funitel.router.api.steps.schema import (
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import tenant_of
 from funitel.router.middleware.operation import ModelUse
-from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
+from funitel.router.serving.inline_images import inline_prompt
+from funitel.router.serving.prepare import GenerationJob, prepare
 from funitel.router.serving.run import collect_all
 from funitel.router.serving.step_queries import PlannedQuery, QueryResult, StepSession, StepSessions
 from funitel.router.transport.sse import run_until_disconnect
@@ -42,8 +43,9 @@ async def add(incoming: IncomingRequest) -> Response:
     body = await incoming.read(GenerateRequest)
     parameters = body.effective_parameters
     _check(parameters)
+    prompt = await inline_prompt(incoming.service, body.inputs)
     job = await prepare(
-        incoming.service, parameters.sampling, Prompt(body.inputs), stream=False, arrived=incoming.arrived, names=NAMES
+        incoming.service, parameters.sampling, prompt, stream=False, arrived=incoming.arrived, names=NAMES
     )
     session = _session(incoming.http, incoming.service.model_id)
     query_id = session.queries.add(job.request)

@@ -16,7 +16,7 @@ async def load(http: HttpRequest) -> Response:
     service = service_of(http)
     engine = service.engine
     try:
-        body = await read_body(http, LoadAdapter, service.settings, service.validating)
+        body = await read_body(http, LoadAdapter, service)
     finally:
         forget_body(http.scope)
     after = {"name": body.lora_name, "path": body.lora_path, "pinned": bool(body.pinned)}
@@ -44,7 +44,7 @@ async def unload(http: HttpRequest) -> Response:
     """`/v1/unload_lora_adapter`: let no further request name an adapter; it is unloaded once none uses it."""
     own = service_of(http)
     try:
-        body = await read_body(http, UnloadAdapter, own.settings, own.validating)
+        body = await read_body(http, UnloadAdapter, own)
     finally:
         forget_body(http.scope)
     service = _service_with(http, body.lora_name)

@@ -19,13 +19,14 @@ from funitel.router.api.vllm.schema import (
     TokenizePrompt,
 )
 from funitel.router.chat.prompt import render_prompt
+from funitel.router.serving.media import placed
 from funitel.router.serving.service import Service
 
 
 @reading_route
 async def tokenize(incoming: IncomingRequest) -> Response:
     """`/tokenize`: TGI's answer to a body with `inputs`, vLLM's to one with `messages` or `prompt`."""
-    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
+    content = await read_json(incoming.http, incoming.service.payload_limit)
     given = content if isinstance(content, dict) else {}
     if given.get("inputs") is None and given.get("messages") is not None:
         return json_answer(await _tokenized_chat(incoming))
@@ -50,6 +51,7 @@ async def _tokenized_chat(incoming: IncomingRequest) -> Tokenized:
         field="messages",
         plain=prompt.plain,
     )
+    ids, _ = placed(service, ids, prompt.media, "messages")
     return _answer(service, ids, with_strings=bool(body.return_token_strs))
 
 
