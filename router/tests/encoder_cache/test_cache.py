@@ -12,10 +12,11 @@ from engines import expected, request, run, running
 from fake_media import FACTS, image, key_of, placed
 from fakes import eventually
 
-from funitel.proto.errors import InvalidRequest, ShardFailed, StartupError, StepFailed
+from funitel.proto.errors import InvalidRequest, Overloaded, ShardFailed, StartupError, StepFailed
 from funitel.proto.step import MediaInput
 from funitel.router.core.request import Request, background_key
 from funitel.router.encoder_cache.cache import EncoderCache
+from funitel.router.engine import request_table
 from funitel.router.replica_set.slot import check_alike, smallest_limits
 from funitel.router.telemetry.metrics import Metrics
 
@@ -127,10 +128,10 @@ async def test_room_is_given_in_the_order_of_arrival(tmp_path: Path) -> None:
             assert await run(engine, asked) == expected(asked)
             order.append(name)
 
-        first = asyncio.create_task(ask("first", asking("a", max_new_tokens=40)))
+        first = asyncio.create_task(ask("first", asking("a", max_new_tokens=150)))
         await holds(lambda: bool(shard.steps), "it runs")
         large = asyncio.create_task(ask("large", asking("b", "c", max_new_tokens=2)))
-        await asyncio.sleep(0.01)
+        await holds(lambda: engine._media is not None and engine._media._is_short, "it waits for room")
         behind = [asyncio.create_task(ask("behind", asking("a", max_new_tokens=2))) for _ in range(3)]
         text = asyncio.create_task(ask("text", request(4, 2)))
         await asyncio.gather(first, large, text, *behind)
@@ -244,6 +245,22 @@ async def test_whole_spans_are_computed_in_one_chunk(tmp_path: Path) -> None:
         assert answers == [expected(each) for each in asked]
 
 
+async def test_the_memory_of_all_images_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_table, "MAX_MEDIA_BYTES", 7)  # an item has 3
+    async with running(tmp_path, 1, SHARD) as (engine, [shard], _):
+        shard.encoding.clear()
+        tasks = [asyncio.create_task(run(engine, asking(*urls))) for urls in (("a",), ("b", "a"), ("a", "a"))]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="images of requests take at most 7 bytes at once"):
+            await run(engine, asking("c"))
+        shard.encoding.set()
+        await asyncio.gather(*tasks)
+        assert engine.requests._media_bytes == 0
+        assert not engine.requests._num_of_media
+        asked = asking("c", "d", "e")  # one alone is admitted
+        assert await run(engine, asked) == expected(asked)
+
+
 # Replicas
 
 
@@ -275,6 +292,7 @@ async def test_a_replica_that_is_lost_while_it_encodes(tmp_path: Path) -> None:
         task = asyncio.create_task(fleets.run(run_.fleet, asked))
         await holds(lambda: shard.num_encoding == 1, "it is encoded")
         await run_.lose(0)
+        await holds(lambda: run_.value("funitel_replicas", state="lost") == 1, "the loss is seen")
         [shard] = await run_.restart(0)
         assert await asyncio.wait_for(task, 10) == expected(asked)
         assert shard.media_encodes == [key_of("a")]

@@ -5,12 +5,14 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
-from funitel.proto.step import MediaFacts, MediaInput, MediaSpan, SamplingParams, StateSave, StoppingParams
+from funitel.proto.step import MediaFacts, MediaInput, MediaKind, MediaSpan, SamplingParams, StateSave, StoppingParams
 from funitel.router.core.beam_group import BeamGroup
 from funitel.router.core.beam_search import BeamParams
 
 DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
 MAX_PRIORITY = 100  # and -100 is the least
+
+MediaKinds = frozenset[MediaKind]
 
 
 _BACKGROUND = b"background:"  # no hash of a key begins so

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from funitel.proto.errors import DeadlineExceeded, FunitelError, Overloaded
-from funitel.router.core.request import Sequence
+from funitel.router.core.request import Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.scheduler.admission import Admission, InFlight, SequenceHolder
 from funitel.router.telemetry.metrics import Metrics
+
+MAX_MEDIA_BYTES = 4 << 30  # of processed images; a large one has some megabytes
 
 
 class RequestTable:
@@ -39,6 +41,8 @@ class RequestTable:
         self._sequences: dict[int, Sequence] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._num_of_key: Counter[bytes] = Counter()
+        self._num_of_media: Counter[bytes] = Counter()  # requests with an item, by its key
+        self._media_bytes = 0  # of all items of requests that are here
         self._left = asyncio.Event()  # set whenever a request ends
         self._holder = holder
         self._metrics = metrics
@@ -92,7 +96,24 @@ class RequestTable:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
         with self._counting_refusals():
+            self._check_media(sequence.request)
             return self._admission.check(sequence, in_flight, self._holder)
+
+    def _check_media(self, request: Request) -> None:
+        """Raise Overloaded where the media of all requests would take too much memory: each is kept to its end."""
+        fresh = {each.input.key: len(each.input.values) for each in request.media}
+        needed = sum(size for key, size in fresh.items() if key not in self._num_of_media)
+        if needed and self._media_bytes + needed > MAX_MEDIA_BYTES and self._media_bytes:
+            raise Overloaded(f": images of requests take at most {MAX_MEDIA_BYTES} bytes at once", reason="media")
+
+    def _count_media(self, request: Request, by: int) -> None:
+        """Add the media of a request that comes, or subtract those of one that has left."""
+        for each in {each.input.key: each.input for each in request.media}.values():
+            before = self._num_of_media.pop(each.key, 0)
+            if before + by:
+                self._num_of_media[each.key] = before + by
+            if not before or not before + by:
+                self._media_bytes += by * len(each.values)
 
     def check_count(self, sequence: Sequence, in_flight: InFlight) -> None:
         """Check the bounds on requests alone, before the prompt is known; raises Overloaded."""
@@ -112,6 +133,7 @@ class RequestTable:
         self._sequences[sequence.id] = sequence
         stream.sequence_id = sequence.id
         self._num_of_key[stream.request.key] += 1
+        self._count_media(stream.request, 1)
         self._metrics.count_given()
         deadline = sequence.request.deadline
         if deadline is not None:
@@ -132,6 +154,7 @@ class RequestTable:
         if stream is not None:
             del self._sequences[sequence_id]
             key = stream.request.key
+            self._count_media(stream.request, -1)
             self._num_of_key[key] -= 1
             if not self._num_of_key[key]:
                 del self._num_of_key[key]

@@ -124,7 +124,7 @@ async def start(
 
 
 def with_media(limits: Limits, replica: Replica, max_chunk_tokens: int) -> Limits:
-    """Return the limits with the media that all ranks take, of whose features each keeps as many bytes as any."""
+    """Return the limits with the media that all ranks take, and the bytes of features that every rank keeps."""
     facts = [info.media for info in replica.infos if info.media is not None]
     if Capability.MEDIA not in replica.capabilities or len(facts) < len(replica.infos):
         return limits

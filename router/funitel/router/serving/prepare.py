@@ -34,8 +34,8 @@ NO_NAMES: Mapping[str, str] = {}
 class Prompt:
     """What to go on from, and how it enters the model: its tokens if they are given, else those of its text.
 
-    `plain`, of a chat: the spans of its text in which control tokens are ordinary text. `media` are the items whose
-    text it has.
+    `plain`, of a chat: the spans of its text in which control tokens are ordinary text. `media` are the items that
+    its text has.
     """
 
     text: str

@@ -12,18 +12,16 @@ from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.proto.settings.fields import require
-from funitel.proto.step import MediaKind
 from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
 from funitel.router.audio.service import AudioService
 from funitel.router.core.drain import SHUTTING_DOWN, Drain
-from funitel.router.core.request import DEFAULT_MODEL
+from funitel.router.core.request import DEFAULT_MODEL, MediaKinds
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
 from funitel.router.media.service import MediaService
-from funitel.router.sandbox.fair_semaphore import FairSemaphore
-from funitel.router.serving.admission_gate import TokenizeLimit
+from funitel.router.serving.admission_gate import TokenizeLimit, one_at_a_time
 from funitel.router.serving.running import RunningRequests
 from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, TEXT_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -66,7 +64,7 @@ class Service:
         self.media: MediaService | None = None  # None: prompts are text
         self._encoder: EncoderService | None = None
         self._audio: AudioService | None = None
-        self.validating = FairSemaphore(1, 1)
+        self.validating = one_at_a_time()
         self.tokenize_limit = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
 
     @property
@@ -139,7 +137,7 @@ class Service:
             raise WrongTask(f"the model served here does not generate text: it is an encoder for {self._encoder.words}")
 
     @property
-    def media_kinds(self) -> frozenset[MediaKind]:
+    def media_kinds(self) -> MediaKinds:
         """Which media prompts may have: those that can be prepared here, and encoded by the shards."""
         facts = None if self._engine is None else self._engine.limits.media
         return frozenset() if facts is None or self.media is None else facts.kinds & self.media.kinds

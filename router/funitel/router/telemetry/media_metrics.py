@@ -39,7 +39,7 @@ class MediaMetrics(Collector):
         self._num_held += count
 
     def count_evictions(self, count: int) -> None:
-        """Count items whose features were dropped for those of others."""
+        """Count items that were dropped for others."""
         self._num_evicted += count
 
     def collect(self) -> Iterable[Metric]:
