@@ -71,13 +71,13 @@ class SamplingState:
     top_n: int = 0
     watermark: Watermark = DEFAULT_WATERMARK
     strategy: StrategyState | None = None
-    first_timestamp: int | None = None  # of a transcript with timestamps, see `transcript_rules`
     edits_scores: bool = field(init=False)
     is_sampled: bool = field(init=False)
     wants_raw: bool = field(init=False)
     follows_tokens: bool = field(init=False)
     has_mu: bool = field(init=False)  # mirostat's
     is_told_in_words: bool = field(init=False)  # to other ranks: there is more to tell than a token
+    first_timestamp: int | None = field(init=False, default=None)  # of a transcript with such: see `transcript_rules`
     _remembers: bool = field(init=False)
     _last: int = 0
     _seen: Counter[int] = field(default_factory=Counter)  # prompt and completion
@@ -224,6 +224,8 @@ def sample(
 ) -> list[SampledToken]:
     """Choose the next token of every row.
 
+    With timestamps `raw_logprobs` are those of the scores behind their rules: a timestamp by itself is never likely.
+
     The log-probability of a row with broken scores, by the model or by masks that leave nothing, is NaN.
 
     Args:
@@ -248,6 +250,8 @@ def sample(
     for row, state in enumerate(states):
         if state.first_timestamp is not None:
             prefer_timestamps(logits[row], state.first_timestamp)
+            if row in raw:
+                raw[row] = logits[row : row + 1].clone()
     if strategies is not None:
         chosen_first = begin_all(strategies, logits, positions)
         sampled = [row for row in sampled if row not in chosen_first]

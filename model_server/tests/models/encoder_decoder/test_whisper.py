@@ -132,6 +132,17 @@ def test_logprobs_are_those_of_transformers(
         assert list(top.logprobs) == pytest.approx(expected[place][list(top.ids)].tolist(), abs=5e-4)
 
 
+def test_at_a_temperature_raw_logprobs_are_those_behind_the_rules_of_timestamps(
+    executor: Executor, keys: list[bytes]
+) -> None:
+    greedy = run_alone(executor, transcription(1, keys[0], TIMED, with_timestamps=True))
+    how: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "top_k": 1, "raw_logprobs": True}
+    likeliest = run_alone(executor, transcription(2, keys[0], TIMED, with_timestamps=True, **how))
+    assert ids_of(likeliest) == ids_of(greedy)
+    logprobs = [generation.tokens.logprobs[0] for generation in likeliest]
+    assert logprobs == pytest.approx([generation.tokens.logprobs[0] for generation in greedy], abs=1e-4)
+
+
 @pytest.mark.parametrize("chunks", [[1503, 1], [700, 804], [1, 1499, 4], [1500, 1, 3]])
 def test_chunks_of_a_prompt_do_not_change_the_tokens(executor: Executor, keys: list[bytes], chunks: list[int]) -> None:
     expected = ids_of(run_alone(executor, transcription(2, keys[0], PLAIN)))
