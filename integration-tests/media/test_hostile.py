@@ -496,7 +496,7 @@ def test_names_that_are_not_allowed_are_not_even_looked_up(fetching: Server) -> 
 
 # Addresses that are allowed ---------------------------------------------------------------------------------------
 
-MAX_FETCHED, MAX_PIXELS, FETCH_SECONDS = 1_000_000, 100_000, 2
+MAX_FETCHED, MAX_PIXELS, FETCH_SECONDS = 900_000, 100_000, 2
 BIG = base64.b64decode(data_url(picture(700, 600)).partition(",")[2])
 LARGE = base64.b64decode(data_url(picture(400, 300)).partition(",")[2])
 
