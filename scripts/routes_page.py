@@ -8,6 +8,7 @@ from generated_page import write_or_check
 
 from funitel.router.api import (
     anthropic,
+    audio,
     batches,
     embeddings,
     fleet,
@@ -56,6 +57,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
     ),
     ("Anthropic", "See [anthropic](anthropic.md).", anthropic.ROUTES),
     ("Encoders", ENCODERS, embeddings.ROUTES),
+    ("Audio", "Whisper; see [audio](audio.md).", audio.ROUTES),
     ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),
     ("Platforms", PLATFORMS, platforms.ROUTES),
     ("Models at run time", "See [fleet](fleet.md).", fleet.ROUTES),

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, int]] = {
     "templates": ("funitel_testing.fuzz_chats", 400),
     "grammars": ("funitel_testing.fuzz_chats", 3000),
     "images": ("funitel_testing.fuzz_images", 20_000),
+    "sounds": ("funitel_testing.fuzz_sounds", 20_000),
 }
 SOUND = ("loaded", "refused", "passed")
 MAX_SECONDS = 40.0  # for an input

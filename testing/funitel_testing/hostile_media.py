@@ -17,7 +17,7 @@ from PIL import Image
 
 from funitel_testing.fuzz_mutants import HUGE, damaged
 from funitel_testing.sound_files import flac, silent_mp3, wav
-from funitel_testing.tiny_whisper import sound
+from funitel_testing.whisper_oracle import sound
 from funitel_testing.vision_models import picture
 
 PICTURE_KINDS = ("png", "jpeg", "webp", "gif")

@@ -1,12 +1,8 @@
-"""A small random Whisper in Hugging Face layout, sounds for it, and what transformers writes of them.
+"""A small random Whisper in Hugging Face layout, with a tokenizer of bytes, and what transformers makes of sounds."""
 
-Its tokenizer has a token for each byte and the special tokens of OpenAI's; suppressed are all but letters, digits and
-some signs, so that texts are plain ones.
-"""
-
+import hashlib
 import json
-import string
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,201 +10,210 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
-from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-RATE = 16000  # samples in a second
-WINDOW_SECONDS = 30
-LANGUAGES = ("en", "de", "fr", "zh")
-LANGUAGE_NAMES = {code: name for name, code in TO_LANGUAGE_CODE.items() if code in LANGUAGES}
-EOS, START = "<|endoftext|>", "<|startoftranscript|>"
-_TASKS = ("<|translate|>", "<|transcribe|>")
-_CONTROL = ("<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>")
-SPECIALS = (EOS, START, *(f"<|{code}|>" for code in LANGUAGES), *_TASKS, *_CONTROL)
-NUM_TIMESTAMPS = WINDOW_SECONDS * 50 + 1
-TIMESTAMPS = tuple(f"<|{place * 0.02:.2f}|>" for place in range(NUM_TIMESTAMPS))
-IDS = {token: 256 + place for place, token in enumerate((*SPECIALS, *TIMESTAMPS))}
-VOCAB = 256 + len(IDS)
-FIRST_TIMESTAMP = IDS[TIMESTAMPS[0]]
-MAX_TOKENS = 64  # positions of the decoder
-_WRITTEN = string.ascii_letters + string.digits + " ,.'-!?"
-MEL_BINS = 80
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.loading.generator import load_generator
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.step import (
+    MediaInput,
+    MediaKind,
+    MediaSpan,
+    SamplingParams,
+    SequenceStart,
+    StoppingParams,
+    WarmupLimits,
+)
+
+NUM_BYTES = 256
+LANGUAGES = ("en", "de", "fr")
+NAMES = (
+    "<|endoftext|>",
+    "<|startoftranscript|>",
+    *(f"<|{language}|>" for language in LANGUAGES),
+    "<|translate|>",
+    "<|transcribe|>",
+    "<|startoflm|>",
+    "<|startofprev|>",
+    "<|nospeech|>",
+    "<|notimestamps|>",
+)
+IDS = {name: NUM_BYTES + place for place, name in enumerate(NAMES)}
+END, START, NO_TIMESTAMPS = IDS["<|endoftext|>"], IDS["<|startoftranscript|>"], IDS["<|notimestamps|>"]
+FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
+NUM_TIMESTAMPS = 1501
+VOCAB_SIZE = FIRST_TIMESTAMP + NUM_TIMESTAMPS
+SPACE = 220
+# All text but printable ASCII, so that transcripts can be read; and special tokens, as released checkpoints do.
+SUPPRESSED = (
+    1,
+    2,
+    7,
+    8,
+    *range(94, SPACE),
+    *range(SPACE + 1, NUM_BYTES),
+    START,
+    IDS["<|translate|>"],
+    IDS["<|startofprev|>"],
+    IDS["<|nospeech|>"],
+)
+RATE = 16_000
+NUM_FEATURES = 1500
 
 
-def whisper_tokenizer() -> Tokenizer:
-    """One token per byte, then the special tokens and the timestamps, in the order of OpenAI's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
-    start = (START, "<|notimestamps|>")
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{' '.join(start)} $A {EOS}", special_tokens=[(token, IDS[token]) for token in (*start, EOS)]
+def save_tiny_whisper(folder: Path, seed: int = 1, *, num_mel_bins: int = 80, **changes: Any) -> Path:
+    """Save a random Whisper with weights large enough that its tokens vary; returns `folder`."""
+    config = transformers.WhisperConfig(
+        vocab_size=VOCAB_SIZE,
+        num_mel_bins=num_mel_bins,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=6,
+        encoder_ffn_dim=80,
+        decoder_ffn_dim=60,
+        max_source_positions=1500,
+        max_target_positions=64,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+        decoder_start_token_id=START,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **changes,
     )
-    return tokenizer
-
-
-def suppressed() -> list[int]:
-    """Tokens that are never written: bytes that are no plain text, and special tokens that begin something."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    kept = {"Ġ" if letter == " " else letter for letter in _WRITTEN}
-    others = [place for place, letter in enumerate(alphabet) if letter not in kept]
-    return [*others, IDS[START], *(IDS[token] for token in (*_TASKS, *_CONTROL[:3]))]
-
-
-def save_tiny_whisper(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Save a random multilingual Whisper whose texts vary with the sound, with all a server needs; returns `folder`."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "num_mel_bins": MEL_BINS,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "max_source_positions": WINDOW_SECONDS * 50,
-        "max_target_positions": MAX_TOKENS,
-        "bos_token_id": IDS[EOS],
-        "eos_token_id": IDS[EOS],
-        "pad_token_id": IDS[EOS],
-        "decoder_start_token_id": IDS[START],
-        "suppress_tokens": None,
-        "begin_suppress_tokens": None,
-    }
     torch.manual_seed(seed)
-    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**(sizes | changes))).float().eval()
+    model = transformers.WhisperForConditionalGeneration(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if name.endswith("decoder.layer_norm.weight"):
-                parameter.copy_(noise)  # of both signs, or the tied head says again what it has just said
-            elif name.endswith("decoder.layer_norm.bias"):
-                parameter.zero_()
-            elif "layer_norm" in name:
-                parameter.add_(noise * 0.1)
+            if "norm" in name:
+                parameter.add_(noise * 0.2)
             elif "embed_tokens" in name:
-                parameter.copy_(noise * 0.6)
-                parameter[FIRST_TIMESTAMP:] *= 0.2  # together likelier than each letter only now and then
-            elif "embed_positions" in name and "decoder" in name:
-                parameter.copy_(noise)
-            elif "encoder_attn" in name:  # it looks at few places, or all sounds are alike
-                parameter.copy_(noise * (1.0 if "_proj.weight" in name else 0.1))
-            elif "encoder.embed_positions" not in name:  # those are sines
-                parameter.copy_(noise * (0.3 if parameter.dim() > 1 else 0.1))
+                parameter.copy_(noise * 0.08)
+                parameter[: END + 1] *= 5  # or timestamps, of which there are many, would be all that it writes
+            elif name.endswith("decoder.embed_positions.weight"):
+                parameter.copy_(noise * 1.5)
+            elif "conv" in name or "encoder.layers" in name:
+                parameter.copy_(noise * 0.25)
+            elif "encoder.embed_positions" not in name:
+                parameter.copy_(noise * 0.4)
     model.generation_config = transformers.GenerationConfig(
-        bos_token_id=IDS[EOS],
-        eos_token_id=IDS[EOS],
-        pad_token_id=IDS[EOS],
-        decoder_start_token_id=IDS[START],
-        max_length=MAX_TOKENS,
+        alignment_heads=[[0, 0]],
+        begin_suppress_tokens=[SPACE, END],
+        bos_token_id=END,
+        decoder_start_token_id=START,
+        eos_token_id=END,
         is_multilingual=True,
-        lang_to_id={f"<|{code}|>": IDS[f"<|{code}|>"] for code in LANGUAGES},
-        task_to_id={"transcribe": IDS["<|transcribe|>"], "translate": IDS["<|translate|>"]},
-        no_timestamps_token_id=IDS["<|notimestamps|>"],
-        prev_sot_token_id=IDS["<|startofprev|>"],
-        suppress_tokens=suppressed(),
-        begin_suppress_tokens=[sorted(pre_tokenizers.ByteLevel.alphabet()).index("Ġ"), IDS[EOS]],
+        lang_to_id={f"<|{language}|>": IDS[f"<|{language}|>"] for language in LANGUAGES},
         max_initial_timestamp_index=50,
+        max_length=64,
+        no_timestamps_token_id=NO_TIMESTAMPS,
+        pad_token_id=END,
+        prev_sot_token_id=IDS["<|startofprev|>"],
         return_timestamps=False,
+        suppress_tokens=list(SUPPRESSED),
+        task_to_id={"transcribe": IDS["<|transcribe|>"], "translate": IDS["<|translate|>"]},
     )
     model.save_pretrained(folder)
-    whisper_tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "WhisperTokenizer",
-        "bos_token": EOS,
-        "eos_token": EOS,
-        "pad_token": EOS,
-        "unk_token": EOS,
-        "model_max_length": 1024,
-        "return_attention_mask": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    features = transformers.WhisperFeatureExtractor(feature_size=MEL_BINS).to_dict()
-    features.pop("mel_filters", None)
-    features["processor_class"] = "WhisperProcessor"
-    (folder / "preprocessor_config.json").write_text(json.dumps(features, default=list, indent=2))
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", "tokenizer_class": "WhisperTokenizer"})
+    )
+    transformers.WhisperFeatureExtractor(feature_size=num_mel_bins).save_pretrained(folder)
     return folder
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What transformers makes of a sound: its tokens with the special ones, and segments as (start, end, text)."""
-
-    language: str
-    tokens: tuple[int, ...]
-    text: str
-    segments: tuple[tuple[float, float, str], ...]
-
-
-class WhisperOracle:
-    """The answers of transformers for a folder of `save_tiny_whisper`, greedy and without a second try."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model = transformers.WhisperForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self.extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-    @torch.inference_mode()
-    def hear(
-        self,
-        sound: np.ndarray,
-        *,
-        language: str | None = None,
-        task: str = "transcribe",
-        is_timed: bool = True,
-        prompt: str = "",
-    ) -> Heard:
-        """Write down a sound [samples] of RATE; longer ones than a window need `is_timed`.
-
-        Without `language` it is that which the first window is taken for. `prompt` is text that comes before.
-        """
-        is_long = len(sound) > WINDOW_SECONDS * RATE
-        how = {"truncation": False, "padding": "longest"} if is_long else {}
-        features = self.extractor(sound, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **how)
-        inputs = {"input_features": features.input_features, "attention_mask": features.attention_mask}
-        window = features.input_features[..., : WINDOW_SECONDS * 100]
-        detected = int(self.model.detect_language(input_features=window)[0])
-        code = language or str(self.tokenizer.id_to_token(detected)).strip("<|>")
-        if prompt:
-            ids = [IDS["<|startofprev|>"], *self.tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False).ids]
-            inputs["prompt_ids"] = torch.tensor(ids)
-        found = self.model.generate(
-            **inputs,
-            language=code,
-            task=task,
-            return_timestamps=is_timed,
-            return_segments=True,
-            do_sample=False,
-            condition_on_prev_tokens=False,
-        )
-        segments = []
-        if is_timed:
-            for each in found["segments"][0]:
-                segments.append((float(each["start"]), float(each["end"]), self.text(each["tokens"].tolist())))
-        tokens = found["sequences"][0].tolist()
-        return Heard(code, tuple(tokens), self.text(tokens), tuple(segments))
-
-    def text(self, tokens: list[int]) -> str:
-        """Their text without special tokens and timestamps."""
-        return self.tokenizer.decode([token for token in tokens if token < 256])
+def _tokenizer() -> Tokenizer:
+    """Every byte a token, then the special tokens, then timestamps, which are not special in Whisper's either."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
+    times = [f"<|{place * 0.02:.2f}|>" for place in range(NUM_TIMESTAMPS)]
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in times])
+    return tokenizer
 
 
 def sound(seconds: float, seed: int = 0) -> np.ndarray:
-    """Gliding tones with noise and pauses, [seconds x RATE] float32 between -1 and 1, as 16 bit would have them."""
-    random = np.random.default_rng(seed)
-    count = int(seconds * RATE)
-    pieces: list[np.ndarray] = []
-    while sum(len(piece) for piece in pieces) < count:
-        length = int(random.uniform(0.2, 1.5) * RATE)
-        begin, end = random.uniform(80, 4000, 2)
-        phase = 2 * np.pi * np.cumsum(np.linspace(begin, end, length)) / RATE
-        loudness = random.choice([0.0, 0.1, 0.3, 0.6])
-        pieces.append(loudness * np.sin(phase) + random.normal(0, 0.01, length))
-    whole = np.concatenate(pieces)[:count]
-    return (np.round(whole.clip(-1, 1) * 32767) / 32768).astype(np.float32)
+    """Tones that come and go, and noise: [seconds * RATE] float32 within -1..1."""
+    noise = np.random.default_rng(seed)
+    times = np.arange(int(seconds * RATE)) / RATE
+    tones = sum(
+        np.sin(2 * np.pi * pitch * times) * np.sin(2 * np.pi * beat * times) ** 2
+        for pitch, beat in zip(noise.uniform(80, 4000, 5), noise.uniform(0.1, 2, 5), strict=True)
+    )
+    found: np.ndarray = (tones / 6 + noise.normal(0, 0.02, len(times))).astype(np.float32).clip(-1, 1)
+    return found
+
+
+def mel_of(folder: Path, samples: np.ndarray, **how: Any) -> torch.Tensor:
+    """Features by transformers: [1, mel bins, frames], padded to 30 s where `how` says nothing."""
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    mel: torch.Tensor = extractor(samples, sampling_rate=RATE, return_tensors="pt", **how).input_features
+    return mel
+
+
+def load_whisper(folder: Path) -> Any:
+    """The model by transformers, in float32."""
+    return transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def generate(folder: Path, mel: torch.Tensor, num_opening: int, **how: Any) -> list[int]:
+    """The completion of one sound by transformers, behind so many tokens of the decoder, up to its end."""
+    model = load_whisper(folder)
+    with torch.inference_mode():
+        found = model.generate(
+            mel,
+            do_sample=False,
+            num_beams=1,
+            force_unique_generate_call=True,
+            return_dict_in_generate=True,
+            **how,
+        )
+    ids: list[int] = found["sequences"][0].tolist()[num_opening:]
+    return ids[: ids.index(END) + 1] if END in ids else ids
+
+
+# On a shard
+
+
+BLOCK_SIZE = 16
+BLOCKS_EACH = -(-(NUM_FEATURES + 64) // BLOCK_SIZE)
+
+
+def whisper_executor(folder: Path, **settings: Any) -> Executor:
+    """Load and warm up one rank, with a pool for eight sequences."""
+    chosen = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "num_threads": 1} | settings
+    executor, _ = load_generator(ModelServerSettings(model_id=str(folder), **chosen), folder)
+    warm = SequenceStart(
+        request_id=0, sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=1), inputs="x" * 20
+    )
+    executor.warmup([warm], WarmupLimits(max_prefill_tokens=2000, max_batch_total_tokens=8 * BLOCKS_EACH * BLOCK_SIZE))
+    return executor
+
+
+def hear(executor: Executor, mel: torch.Tensor) -> bytes:
+    """Have a sound encoded; returns its key."""
+    values = mel[0].numpy().astype("<f4").tobytes()
+    key = hashlib.sha256(values).digest()
+    shape = tuple(mel.shape[1:])
+    media = MediaInput(key=key, kind=MediaKind.AUDIO, shape=shape, values=values, num_features=NUM_FEATURES)
+    executor.encode_media(media).result()
+    return key
+
+
+def transcription(
+    request_id: int, key: bytes, opening: Sequence[int], max_new_tokens: int = 448, **sampling: Any
+) -> SequenceStart:
+    """A sequence that hears a sound, with blocks of its own, picked by its id."""
+    first = 1 + BLOCKS_EACH * (request_id % 8)
+    return SequenceStart(
+        request_id=request_id,
+        input_ids=(*(END,) * NUM_FEATURES, *opening),
+        sampling=SamplingParams(**sampling),
+        stopping=StoppingParams(max_new_tokens=max_new_tokens),
+        blocks=tuple(range(first, first + BLOCKS_EACH)),
+        media=(MediaSpan(key, 0, NUM_FEATURES),),
+    )

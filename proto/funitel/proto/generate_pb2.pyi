@@ -366,7 +366,7 @@ class DecodingStrategy(_message.Message):
     def __init__(self, top_n_sigma: _Optional[float] = ..., max_k: _Optional[int] = ..., tfs_z: _Optional[float] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., mirostat: _Optional[int] = ..., mirostat_tau: _Optional[float] = ..., mirostat_eta: _Optional[float] = ..., dry_multiplier: _Optional[float] = ..., dry_base: _Optional[float] = ..., dry_allowed_length: _Optional[int] = ..., dry_penalty_last_n: _Optional[int] = ..., dry_sequence_breakers: _Optional[_Iterable[str]] = ..., fsd_alpha: _Optional[float] = ..., fsd_k: _Optional[int] = ..., fsd_n: _Optional[int] = ..., fsd_beta: _Optional[float] = ..., fsd_random_tokens: _Optional[int] = ..., no_repeat_ngram_size: _Optional[int] = ...) -> None: ...
 
 class NextTokenChooserParameters(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "presence_penalty", "count_penalty", "min_p", "logit_bias", "raw_logprobs", "min_new_tokens", "stop_token_ids", "allowed_token_ids", "banned_tokens", "strategy", "first_token")
+    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "presence_penalty", "count_penalty", "min_p", "logit_bias", "raw_logprobs", "min_new_tokens", "stop_token_ids", "allowed_token_ids", "banned_tokens", "strategy", "with_timestamps", "first_token")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +388,7 @@ class NextTokenChooserParameters(_message.Message):
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BANNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    WITH_TIMESTAMPS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
@@ -410,8 +411,9 @@ class NextTokenChooserParameters(_message.Message):
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     banned_tokens: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     strategy: DecodingStrategy
+    with_timestamps: bool
     first_token: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: bool = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., strategy: _Optional[_Union[DecodingStrategy, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: bool = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., strategy: _Optional[_Union[DecodingStrategy, _Mapping]] = ..., with_timestamps: bool = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class CompileGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")

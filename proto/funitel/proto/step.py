@@ -161,6 +161,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_tokens: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows the others
     strategy: DecodingStrategy | None = None
+    with_timestamps: bool = False  # of a transcript: its tokens say when texts begin and end
 
     @property
     def is_masked(self) -> bool:
@@ -210,7 +211,8 @@ class SamplingParams:
     @property
     def changes_scores(self) -> bool:
         """Whether the logits used for choosing can differ from the model's."""
-        return self.is_sampled or self.edits_scores or self.is_masked or self.strategy is not None
+        rules = self.is_masked or self.with_timestamps
+        return self.is_sampled or self.edits_scores or rules or self.strategy is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,6 +274,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "batch_dir": st.none() | TEXT,
     "max_batch_requests": COUNT,
     "max_batch_file_bytes": COUNT,
+    "max_audio_bytes": COUNT,
+    "max_audio_seconds": st.floats(1, 86_400),
     "max_stop_sequences": st.integers(0, 100),
     "default_stop": st.lists(TEXT, max_size=3).map(tuple),
     "default_stop_token_ids": st.none()

@@ -192,6 +192,8 @@ class LauncherSettings:
     batch_dir: str | None = _router("batch_dir")
     max_batch_requests: int = _router("max_batch_requests")
     max_batch_file_bytes: int = _router("max_batch_file_bytes")
+    max_audio_bytes: int = _router("max_audio_bytes")
+    max_audio_seconds: float = _router("max_audio_seconds")
     api_key: str | None = _router("api_key")
     api_key_file: str | None = _router("api_key_file")
     max_wrong_keys: int = _router("max_wrong_keys")

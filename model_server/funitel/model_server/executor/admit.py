@@ -222,6 +222,8 @@ class RowAdmission:
             follower = TokenRules(
                 start.sampling, grammar, self._options.eos_token_ids, self._vocab_size, start.output_ids, opening
             )
+        follower = self._rules.follower(start, follower)
+        first_timestamp = self._rules.first_timestamp(start)
         detokenizer = Detokenizer(self._codec, opening)
         stops = StopMatcher(start.stopping.stop_sequences)
         for token_id in start.output_ids:
@@ -238,6 +240,8 @@ class RowAdmission:
             mirostat_mu=start.mirostat_mu,
             has_text=self._has_text,
         )
+        sampling.first_timestamp = first_timestamp
+        sampling.wants_raw |= start.sampling.raw_logprobs and follower is not None
         return SequenceState(
             index=self._table.take(),  # last of all that can fail
             start=start,

@@ -7,18 +7,26 @@ often its sequence is resumed, the encoder reads it whole; of several in one ste
 it can read.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+import torch
 
-from funitel.model_server.forward.batch import RowSpan
-from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules
-from funitel.model_server.sequence.media_plan import MediaPlan
+from funitel.model_server.forward.batch import RowMedia, RowSpan
+from funitel.model_server.media.service import FeatureService
+from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules, read_rules
+from funitel.model_server.sampling.grammar import FollowerState
+from funitel.model_server.sampling.transcript_rules import TranscriptRules
+from funitel.model_server.sequence.media_plan import MediaPlan, PlannedMedia
 from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import SequenceStart
+
+logger = logging.getLogger(__name__)
 
 NUM_OPENING_TOKENS = 1
 """Tokens behind a prompt that the decoder of an encoder-decoder begins with."""
@@ -69,6 +77,20 @@ class RowRules:
         return RowSpan(
             tokens, row.num_cached, block_table, wanted, row.prompt_len, adapter=row.adapter, row_index=row.index
         )
+
+    def follower(self, start: SequenceStart, inner: FollowerState | None) -> FollowerState | None:
+        """What may follow in a sequence, where that is more than its grammar and its token rules, `inner`, say."""
+        return inner
+
+    def first_timestamp(self, start: SequenceStart) -> int | None:
+        """The smallest token that is a timestamp, where a sequence is to have such.
+
+        Raises:
+            InvalidRequest: the model knows none.
+        """
+        if start.sampling.with_timestamps:
+            raise InvalidRequest("with_timestamps is not supported by this shard", "with_timestamps")
+        return None
 
     def state_slot(self, row: SequenceState) -> int:
         """Where the state of a row is, for models that keep one; 0 is no sequence's."""
@@ -133,6 +155,18 @@ class Seq2SeqRules(RowRules):
         self._max_completion = spec.decoder.max_position_embeddings
         self._decoding = decoding
 
+    @classmethod
+    def read(cls, folder: Path, spec: Seq2SeqSpec) -> "Seq2SeqRules":
+        """Those of the checkpoint in `folder`. Raises: as `read_rules`."""
+        decoding = read_rules(folder, spec.decoder.vocab_size)
+        if spec.is_multilingual and decoding.forced_first is None:
+            logger.warning(
+                "the checkpoint does not say which language completions are in (forced_bos_token_id of "
+                "generation_config.json): that is up to the model, behind the token %d",
+                decoding.start,
+            )
+        return cls(spec, decoding)
+
     def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
         """See RowRules; a grammar begins behind the token that is forced to come first."""
         if len(prompt) > self.max_prompt:
@@ -194,4 +228,90 @@ class Seq2SeqRules(RowRules):
 
     def profile_decode(self) -> RowSpan:
         """The decoder's first token, behind one that the encoder has read."""
+        return RowSpan([self._decoding.start], 1, np.zeros(2, np.int32), source_len=1)
+
+
+class TranscriptionRules(RowRules):
+    """The rules of an encoder-decoder that hears.
+
+    A prompt is the places of the features of one sound, then the tokens that the decoder begins with. The places count
+    as tokens of the sequence like those that an encoder reads. A prompt without a sound has the decoder's tokens alone.
+    """
+
+    takes_media = True
+
+    def __init__(self, spec: Seq2SeqSpec, decoding: DecodingRules, media: FeatureService) -> None:
+        """`media` has the features of sounds."""
+        self._num_features = spec.encoder.max_position_embeddings
+        self._most = spec.decoder.max_position_embeddings
+        self.max_prompt: int = self._num_features + self._most - 1
+        self._width = spec.decoder.hidden_size
+        self._vocab_size = spec.decoder.vocab_size
+        self._decoding = decoding
+        self._media = media
+
+    @classmethod
+    def read(cls, folder: Path, spec: Seq2SeqSpec, media: FeatureService) -> "TranscriptionRules":
+        """Those of the checkpoint in `folder`. Raises: as `read_rules`."""
+        return cls(spec, read_rules(folder, spec.decoder.vocab_size, hears=True), media)
+
+    def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
+        """See RowRules; the decoder's opening and completion together are as long as it can write."""
+        places = [(span.position, span.length) for span in start.media]
+        if places not in ([], [(0, self._num_features)]):
+            raise InvalidRequest(f"a prompt needs one sound, {self._num_features} tokens from 0 on, given {places}")
+        heard = self._num_features if places else 0
+        source, opening = prompt[:heard], prompt[heard:]
+        if start.cache_len:
+            raise InvalidRequest(f"cache_len must be 0 for an encoder-decoder, given {start.cache_len}")
+        known = len(opening) + len(start.output_ids)
+        if not opening or known >= self._most:
+            raise InvalidRequest(
+                f"request {start.request_id} has {known} tokens of the decoder, which has room for 1 to {self._most}"
+            )
+        max_new_tokens = min(start.stopping.max_new_tokens, self._most - len(opening))
+        start = replace(start, stopping=replace(start.stopping, max_new_tokens=max_new_tokens))
+        items = [PlannedMedia(np.arange(heard), self._media.features(span.key).features) for span in start.media]
+        return RowBeginning(start, source, opening, start.output_ids, MediaPlan(items))
+
+    def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
+        """See RowRules; the decoder looks at the features in the step that has its first token."""
+        begin, heard = row.num_cached, row.source_len
+        media: list[RowMedia] = []
+        for item in () if row.media is None else row.media.items:
+            if begin > heard:
+                item.features = None
+            elif item.features is not None and heard < begin + count:
+                # All of them, whatever part of them the plan counts in this step.
+                media.append(RowMedia(item.places - begin, item.features))
+        wanted = "last" if count == row.num_pending else "none"
+        return RowSpan(row.next_tokens(count), begin, block_table, wanted, row.prompt_len, heard, media=tuple(media))
+
+    def follower(self, start: SequenceStart, inner: FollowerState | None) -> FollowerState | None:
+        """See RowRules."""
+        tokens, with_timestamps = self._decoding.transcript, start.sampling.with_timestamps
+        assert tokens is not None, "of a model that hears they are read"
+        return TranscriptRules(tokens, self._vocab_size, start.output_ids, inner, with_timestamps=with_timestamps)
+
+    def first_timestamp(self, start: SequenceStart) -> int | None:
+        """See RowRules."""
+        if not start.sampling.with_timestamps:
+            return None
+        first = None if self._decoding.transcript is None else self._decoding.transcript.first_timestamp
+        if first is None:
+            raise InvalidRequest("with_timestamps: the model knows no timestamps", "with_timestamps")
+        return first
+
+    def profile_prompt(
+        self, tokens: Sequence[int], block_table: np.ndarray, block_size: int, wanted: str, *, is_measured: bool
+    ) -> RowSpan:
+        """A sound of as many features as there are tokens but one; where the peak of memory counts, a whole one."""
+        length = max(1, min(len(tokens) - 1, self._num_features))
+        num_read = self._num_features if is_measured else length
+        table = np.resize(block_table, max(len(block_table), -(-num_read // block_size)))
+        media = RowMedia(np.arange(num_read), torch.zeros(num_read, self._width))
+        return RowSpan(tokens[: length + 1], 0, table, source_len=length, media=(media,))
+
+    def profile_decode(self) -> RowSpan:
+        """The decoder's first token, behind one feature."""
         return RowSpan([self._decoding.start], 1, np.zeros(2, np.int32), source_len=1)

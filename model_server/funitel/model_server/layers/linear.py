@@ -231,17 +231,31 @@ class ColumnLinear:
     """Linear layers on the same input, split by output and packed into one matmul; every rank keeps its own outputs.
 
     `parts` are (checkpoint name, outputs of the whole layer, first row, this rank's rows): several parts may come from
-    one packed tensor.
+    one packed tensor. With `has_bias` all have one, but those that `unbiased` names.
     """
 
     delta: Delta | None = None
 
     def __init__(
-        self, weights: Weights, parts: Sequence[Part], num_inputs: int, *, has_bias: bool, is_transposed: bool
+        self,
+        weights: Weights,
+        parts: Sequence[Part],
+        num_inputs: int,
+        *,
+        has_bias: bool,
+        is_transposed: bool,
+        unbiased: Sequence[str] = (),
     ) -> None:
         bias: torch.Tensor | None = None
         if has_bias:
-            bias = torch.cat([weights.read(f"{name}.bias", [size], rows=rows) for name, size, rows in parts])
+            bias = torch.cat(
+                [
+                    torch.zeros(rows[1] - rows[0], dtype=weights.dtype, device=weights.device)
+                    if name in unbiased
+                    else weights.read(f"{name}.bias", [size], rows=rows)
+                    for name, size, rows in parts
+                ]
+            )
         self.site = Site(tuple(parts), num_inputs)
         self.matmul = read_product(weights, parts, num_inputs, bias=bias, is_transposed=is_transposed)
 

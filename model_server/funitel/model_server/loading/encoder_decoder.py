@@ -2,12 +2,13 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, Seq2SeqRules
+from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, RowRules, Seq2SeqRules, TranscriptionRules
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.loading.common import (
@@ -21,7 +22,7 @@ from funitel.model_server.loading.common import (
 )
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.flags import check_engine
-from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
+from funitel.model_server.media.families.whisper import open_whisper
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.quantized.config import check_flag
@@ -50,28 +51,25 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
         HeadSplit.of(stack.num_heads, stack.num_kv_heads, settings.world_size, settings.rank)
         for stack in (spec.encoder, spec.decoder)
     )
-    decoding = read_rules(folder, spec.decoder.vocab_size)
-    if spec.is_multilingual and decoding.forced_first is None:
-        logger.warning(
-            "the checkpoint does not say which language completions are in (forced_bos_token_id of "
-            "generation_config.json): that is up to the model, behind the token %d",
-            decoding.start,
-        )
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.decoder.names.prefix)
     check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
     parallel = join_ranks(settings, device)
-    loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=True)
+    media = open_whisper(settings, spec, weights) if spec.hears else None
+    rules: RowRules = Seq2SeqRules.read(folder, spec) if media is None else TranscriptionRules.read(folder, spec, media)
+    num_opening = NUM_OPENING_TOKENS if media is None else 0  # the prompt has the opening
+    # Timestamps are chosen by the host, behind each step.
+    loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=not spec.hears)
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
-    rules = Seq2SeqRules(spec, decoding)
-    executor, info = make_executor(settings, folder, spec.whole, loaded, pools, codec, device, eos_token_ids, rules)
+    make = partial(make_executor, settings, folder, spec.whole, loaded, pools, codec, device, eos_token_ids)
+    executor, info = make(rules, media=media)
     info = replace(
         info,
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
-        num_opening_tokens=NUM_OPENING_TOKENS,
+        num_opening_tokens=num_opening,
         capabilities=info.capabilities | ({Capability.FIRST_TOKEN} if spec.is_multilingual else frozenset()),
-        speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
+        speculate=num_opening,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return executor, info
 

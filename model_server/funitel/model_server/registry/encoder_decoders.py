@@ -180,6 +180,32 @@ def _m2m_100(config: Config) -> Seq2SeqSpec:
     return replace(spec, is_multilingual=True)
 
 
+def _whisper(config: Config) -> Seq2SeqSpec:
+    """Whisper: BART's decoder with outer norms and positions from 0. Features of a sound take the encoder's place."""
+    spec = _bart(
+        {
+            "scale_embedding": False,
+            **config,
+            "max_position_embeddings": config["max_target_positions"],
+        },
+        norm_placement=NormPlacement.PRE,
+        position_offset=0,
+        has_embedding_norm=False,
+    )
+    decoder = spec.decoder.names
+    # What hears is read elsewhere, by its own module.
+    ignored = (*decoder.ignored, r"(^|\.)encoder\.")
+    names = replace(decoder, embedding="decoder.embed_tokens", head="proj_out", ignored=ignored)
+    return replace(
+        spec,
+        encoder=replace(spec.encoder, max_position_embeddings=config["max_source_positions"]),
+        decoder=replace(spec.decoder, names=names),
+        logits_bias="",
+        num_mel_bins=config["num_mel_bins"],
+        has_key_bias=False,
+    )
+
+
 # A checkpoint of both stacks without a head, `...Model`, has the embedding table for one.
 SEQ2SEQ: dict[str, Callable[[Config], Seq2SeqSpec]] = {
     "BartForConditionalGeneration": _bart,
@@ -193,6 +219,7 @@ SEQ2SEQ: dict[str, Callable[[Config], Seq2SeqSpec]] = {
     "T5ForConditionalGeneration": _t5,
     "T5Model": _t5,
     "T5WithLMHeadModel": _t5,
+    "WhisperForConditionalGeneration": _whisper,
 }
 
 

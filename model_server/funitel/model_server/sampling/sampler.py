@@ -1,8 +1,8 @@
 """Sample tokens and log-probabilities from logits, batched, in TGI's order of logits processors.
 
-The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p; `strategies` say
-where their stages come. Log-probabilities are those after all of it, or of the model's own scores where `raw_logprobs`
-asks for them.
+The order: watermark, logit bias, penalties, grammar, timestamps, temperature, top-k, top-p, min-p, typical-p;
+`strategies` say where their stages come. Log-probabilities are those after all of it, or of the model's own scores
+where `raw_logprobs` asks for them.
 
 Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
 batch, and after being resumed elsewhere. Runs on rank 0 only.
@@ -21,6 +21,7 @@ from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.strategy import StrategyState, begin_all, narrow_all
+from funitel.model_server.sampling.transcript_rules import prefer_timestamps
 from funitel.proto.step import SamplingParams
 
 HASH_KEY = 15485863
@@ -76,6 +77,7 @@ class SamplingState:
     follows_tokens: bool = field(init=False)
     has_mu: bool = field(init=False)  # mirostat's
     is_told_in_words: bool = field(init=False)  # to other ranks: there is more to tell than a token
+    first_timestamp: int | None = field(init=False, default=None)  # of a transcript with such: see `transcript_rules`
     _remembers: bool = field(init=False)
     _last: int = 0
     _seen: Counter[int] = field(default_factory=Counter)  # prompt and completion
@@ -222,6 +224,8 @@ def sample(
 ) -> list[SampledToken]:
     """Choose the next token of every row.
 
+    With timestamps `raw_logprobs` are those of the scores behind their rules: a timestamp by itself is never likely.
+
     The log-probability of a row with broken scores, by the model or by masks that leave nothing, is NaN.
 
     Args:
@@ -243,6 +247,11 @@ def sample(
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     maths.allow(logits, masks)
     sampled = [row for row, state in enumerate(states) if state.is_sampled]
+    for row, state in enumerate(states):
+        if state.first_timestamp is not None:
+            prefer_timestamps(logits[row], state.first_timestamp)
+            if row in raw:
+                raw[row] = logits[row : row + 1].clone()
     if strategies is not None:
         chosen_first = begin_all(strategies, logits, positions)
         sampled = [row for row in sampled if row not in chosen_first]

@@ -34,7 +34,10 @@ class DistanceBiasSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seq2SeqSpec:
-    """Both stacks read one embedding table. `max_position_embeddings` of a stack is how many tokens it can read."""
+    """Both stacks read one embedding table. `max_position_embeddings` of a stack is how many tokens it can read.
+
+    Where the encoder `hears`, its tokens are the features of a sound, and its spec says how many there are.
+    """
 
     encoder: ModelSpec
     decoder: ModelSpec
@@ -43,6 +46,13 @@ class Seq2SeqSpec:
     logits_bias: str = ""  # [1, vocab_size], added to logits where the checkpoint holds it
     outgrows_float16: bool = False  # sums of layers do: in float16 they, and the last products of MLPs, are float32
     is_multilingual: bool = False  # the first token of a completion says its language
+    num_mel_bins: int = 0  # of the spectrograms of sounds that the encoder reads; 0: it reads tokens
+    has_key_bias: bool = True  # where queries and values have one
+
+    @property
+    def hears(self) -> bool:
+        """Whether the encoder reads sounds: the decoder looks at features of media."""
+        return self.num_mel_bins > 0
 
     @property
     def architecture(self) -> str:

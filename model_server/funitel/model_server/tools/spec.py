@@ -10,6 +10,7 @@ from funitel.model_server.checkpoint.storage import HollowStorage, Storage
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.media.families.whisper import WhisperEncoder
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
@@ -73,6 +74,8 @@ def check(folder: Path, model_spec: str | None) -> list[str]:
     if model_spec is None and is_seq2seq(config := read_json(folder / "config.json")):
         both = seq2seq_spec_of(config)
         weights = Inspection(folder, both.decoder.names.prefix)
+        if both.hears:
+            WhisperEncoder(both, weights)
         Seq2Seq(both, weights, TensorParallel(device=_META))
         return weights.problems
     spec = choose_spec(model_spec, folder)

@@ -97,7 +97,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Behaviour of the APIs",
         "",
         "tool_call_parser reasoning_parser chat_special_tokens enable_prefill_logprobs disable_grammar_support "
-        "strict_fields openai_errors "
+        "strict_fields openai_errors max_audio_bytes max_audio_seconds "
         "watermark_gamma watermark_delta aip_predict_route aip_health_route compute_type git_sha docker_label",
     ),
     _group(

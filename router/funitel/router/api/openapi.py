@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
 
+from funitel.proto.version import version
 from funitel.router.console.assets import HEADERS
 from funitel.router.middleware.operation import PATH_PARAMETER, ModelUse, Operation
 
@@ -58,7 +59,7 @@ class _Generator(GenerateJsonSchema):
 _Schemas = Mapping[Any, dict[str, Any]]  # a reference to each record's schema
 
 
-def document(operations: Sequence[Operation], title: str, version: str) -> dict[str, Any]:
+def document(operations: Sequence[Operation], title: str) -> dict[str, Any]:
     """The OpenAPI document of the routes."""
     given_bodies = [body for operation in operations for body in (operation.body, operation.form) if body is not None]
     bodies = [(body, "validation") for body in given_bodies]
@@ -75,7 +76,7 @@ def document(operations: Sequence[Operation], title: str, version: str) -> dict[
         paths.setdefault(operation.documented_path, {})[operation.method.lower()] = _operation(operation, taken, given)
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
+        "info": {"title": title, "version": version()},
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],

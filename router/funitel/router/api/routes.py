@@ -4,9 +4,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from funitel.proto.version import version
 from funitel.router.api import (
     anthropic,
+    audio,
     batches,
     embeddings,
     fleet,
@@ -35,6 +35,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *fleet.ROUTES,
     *openai.ROUTES,
     *embeddings.ROUTES,
+    *audio.ROUTES,
     *responses.ROUTES,
     *requests.ROUTES,
     *steps.ROUTES,
@@ -70,7 +71,7 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
 @cache
 def document(listed: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
     """The OpenAPI document of routes; made once, when first asked for."""
-    return openapi.document(listed, TITLE, version())
+    return openapi.document(listed, TITLE)
 
 
 @cache

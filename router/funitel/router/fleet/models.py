@@ -85,7 +85,10 @@ class ServedModel:
 
     def suits(self, use: ModelUse) -> bool:
         """Whether it does what a route needs a model for."""
-        return use is ModelUse.ANY or self.is_encoder is (use is ModelUse.ENCODES)
+        is_transcriber = self.service is not None and self.service.is_transcriber
+        if use is ModelUse.ANY or is_transcriber or use is ModelUse.TRANSCRIBES:
+            return use is ModelUse.ANY or is_transcriber is (use is ModelUse.TRANSCRIBES)
+        return self.is_encoder is (use is ModelUse.ENCODES)
 
     def attach(self, service: Service) -> None:
         """Let a service take its requests, first those that wait."""

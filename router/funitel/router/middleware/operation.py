@@ -24,6 +24,7 @@ class ModelUse(Enum):
     ANY = "any: it works with a tokenizer, or does what the model is for"
     GENERATES = "a model that generates text"
     ENCODES = "an encoder"
+    TRANSCRIBES = "a model that transcribes audio"
 
 
 @dataclass(frozen=True, slots=True)

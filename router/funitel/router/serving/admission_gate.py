@@ -6,8 +6,14 @@ until it is released, because its request is submitted or goes no further.
 
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Request
+from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.scheduler.admission import Reservation, Reservations
 from funitel.router.telemetry.metrics import Metrics
+
+
+def one_at_a_time() -> FairSemaphore:
+    """Let one body of many values be checked at a time; the keys of those that wait take turns."""
+    return FairSemaphore(1, 1)
 
 
 class TokenizeLimit:

@@ -61,6 +61,7 @@ class GenerationJob:
     cached_by_tier: dict[str, int] = field(default_factory=dict)  # the same, see `TokenStream`
     num_tokens: int = 0  # of the completion, seen so far
     latest_token: float | None = None  # when one was seen last, on the monotonic clock
+    is_part: bool = False  # of a request of several, one after the other, which is counted when all have ended
 
     @property
     def validation_seconds(self) -> float:
@@ -74,6 +75,8 @@ class GenerationJob:
 
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""
+        if self.is_part:
+            return
         self.service.metrics.observe_success(self.validation_seconds, timings, num_tokens)
 
     def siblings(self, count: int) -> list["GenerationJob"]:

@@ -39,13 +39,16 @@ async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> AnswerTimings
         Overloaded: they do not all fit in; none runs.
     """
     with jobs[0].service.metrics.counting_failures():
-        endings = await _run_all(jobs, take)
+        endings = await run_all(jobs, take)
     life = spanning([timings for _, timings in endings])
     return AnswerTimings.of(jobs[0].validation_seconds, life, sum(finished.num_tokens for finished, _ in endings))
 
 
-async def _run_all(jobs: Sequence[GenerationJob], take: Take) -> list[tuple[GeneratedText, Timings]]:
-    """Run jobs and count them; return how each ended, and its life."""
+async def run_all(jobs: Sequence[GenerationJob], take: Take) -> list[tuple[GeneratedText, Timings]]:
+    """Run jobs side by side and count them as one request; return how each ended, and its life.
+
+    What they generate is given to `take`, as it comes. Raises: as `collect_all`.
+    """
     async with _submitted(jobs) as streams:
         run = _Run(jobs, streams, take)
         try:
@@ -208,7 +211,7 @@ async def collect_all(jobs: Sequence[GenerationJob]) -> list[Answer]:
         Overloaded: they do not all fit in; none runs.
     """
     generations: list[list[Generation]] = [[] for _ in jobs]
-    endings = await _run_all(jobs, lambda place, generation: generations[place].append(generation))
+    endings = await run_all(jobs, lambda place, generation: generations[place].append(generation))
     return [
         Answer(each, _whole(each, finished), timings)
         for each, (finished, timings) in zip(generations, endings, strict=True)

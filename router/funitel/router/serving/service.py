@@ -14,14 +14,14 @@ from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.proto.settings.fields import require
 from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
+from funitel.router.audio.service import AudioService
 from funitel.router.core.drain import SHUTTING_DOWN, Drain
 from funitel.router.core.request import DEFAULT_MODEL, MediaKinds
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
 from funitel.router.media.service import MediaService
-from funitel.router.sandbox.fair_semaphore import FairSemaphore
-from funitel.router.serving.admission_gate import TokenizeLimit
+from funitel.router.serving.admission_gate import TokenizeLimit, one_at_a_time
 from funitel.router.serving.running import RunningRequests
 from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, TEXT_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -63,7 +63,8 @@ class Service:
         self._engine: Inference | None = None
         self.media: MediaService | None = None  # None: prompts are text
         self._encoder: EncoderService | None = None
-        self.validating = FairSemaphore(1, 1)
+        self._audio: AudioService | None = None
+        self.validating = one_at_a_time()
         self.tokenize_limit = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
 
     @property
@@ -108,6 +109,27 @@ class Service:
     def is_encoder(self) -> bool:
         """Whether an encoder is served; false too as long as nothing is."""
         return self._encoder is not None
+
+    @property
+    def audio(self) -> AudioService:
+        """The sound of a model that transcribes; raises NotReady until it is connected, and WrongTask for others."""
+        self.check_generates()
+        if self._engine is None:
+            raise NotReady(self._stage)
+        if self._audio is None:
+            raise WrongTask("the model served here does not transcribe: it takes no audio files")
+        return self._audio
+
+    @property
+    def is_transcriber(self) -> bool:
+        """Whether a model that transcribes is served; false too as long as nothing is."""
+        return self._audio is not None and self._engine is not None
+
+    def check_writes(self) -> None:
+        """Raise WrongTask where a model that goes on from text is not what is served."""
+        self.check_generates()
+        if self.is_transcriber:
+            raise WrongTask("the model served here transcribes audio: send a file to /v1/audio/transcriptions")
 
     def check_generates(self) -> None:
         """Raise WrongTask where an encoder is served."""
@@ -209,6 +231,7 @@ class Service:
                     )
                 self._stage = "starting: loading adapters"
                 await self.adapters.load_listed(engine, located)
+                self._audio = AudioService.create(settings, ModelFiles(folder), self._tokenizer.token_id)
                 self._engine = engine
                 words = str(self.recommended)
             undo.pop_all()
@@ -244,6 +267,8 @@ class Service:
             await self._encoder.close()
         if self._grammars is not None:
             await self._grammars.close()
+        if self._audio is not None:
+            await self._audio.close()
         if self._warming is not None:
             self._warming.cancel()
             await asyncio.gather(self._warming, return_exceptions=True)

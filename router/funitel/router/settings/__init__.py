@@ -276,6 +276,12 @@ class RouterSettings:
     max_batch_file_bytes: int = setting(
         200_000_000, "Maximum size in bytes of a file that is uploaded for a batch.", bounds=POSITIVE
     )
+    max_audio_bytes: int = setting(
+        25_000_000, "Maximum size in bytes of an audio file that is transcribed.", bounds=POSITIVE
+    )
+    max_audio_seconds: float = setting(
+        1500.0, "Maximum length in seconds of a sound that is transcribed.", bounds=Bounds(minimum=1, maximum=86_400)
+    )
     api_key: str | None = setting(None, "Bearer token that requests must carry.", keeps_variable=True)
     api_key_file: str | None = setting(
         None,

@@ -214,6 +214,11 @@ class Tokenizer:
         decode = partial(self._tokenizer.decode, list(ids), skip_special_tokens=False)
         return str(await self.pool.in_thread(decode))
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token that is spelt so; None for none."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def spellings(self, ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them; "" for one that it does not have."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]

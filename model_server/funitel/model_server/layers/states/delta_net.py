@@ -98,10 +98,13 @@ class _LowRank:
             (names.state_gate_down, names.state_gate, values),
             (names.state_step_down, names.state_step, decays),
         ):
-            kind = {"has_bias": False, "is_transposed": names.is_transposed}
+            is_transposed = names.is_transposed
             part = weights.named(down, i=index), rank, (0, rank)
-            self.downs.append(ColumnLinear(weights, [part], spec.hidden_size, **kind))
-            self.ups.append(ColumnLinear(weights, [(weights.named(up, i=index), *size)], rank, **kind))
+            self.downs.append(
+                ColumnLinear(weights, [part], spec.hidden_size, has_bias=False, is_transposed=is_transposed)
+            )
+            part = weights.named(up, i=index), *size
+            self.ups.append(ColumnLinear(weights, [part], rank, has_bias=False, is_transposed=is_transposed))
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, num_heads * value_dim] and [num_tokens, num_heads * key_dim] of hidden states."""

@@ -32,6 +32,14 @@ class EncoderInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenFeatures:
+    """What the decoder looks at where no encoder of ours reads it, and the slots of the pool of its places."""
+
+    features: torch.Tensor  # [num_features, hidden_size]
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Rows with as many queries each, and the slots of the pool that these look at.
 
@@ -47,12 +55,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The sources are the prompts that the encoder reads; all else is about the decoder's tokens.
+    """The sources are the prompts that the encoder reads, or features are given; all else is about decoder tokens.
 
     `kept` are those that need logits, in the order of the caller's rows.
     """
 
     sources: tuple[EncoderInputs, ...]
+    features: tuple[GivenFeatures, ...]
     input_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens], from 0 in each sequence
     slots: Slots
@@ -79,6 +88,7 @@ class StepLayout:
         blocks, offsets = batch.slots
         return cls(
             sources=tuple(_source(rows, block_size, device) for rows in _read_together(batch.rows, max_read)),
+            features=tuple(_given(row, block_size, device) for row in batch.rows if row.media),
             input_ids=batch.input_ids[decoded],
             positions=upload(positions[is_decoded], device),
             slots=(blocks[decoded], offsets[decoded]),
@@ -108,12 +118,24 @@ def _source(rows: Sequence[RowSpan], block_size: int, device: torch.device) -> E
     """The prompts of rows, packed, and the slots of their tokens."""
     packed = pack([EncoderInput(input_ids=tuple(row.source)) for row in rows], device)
     positions = [np.arange(len(row.source)) for row in rows]
+    return EncoderInputs(packed, _slots(rows, positions, block_size, device))
+
+
+def _given(row: RowSpan, block_size: int, device: torch.device) -> GivenFeatures:
+    """The features of a row, and the slots of their places."""
+    positions = np.concatenate([row.start + media.places for media in row.media])
+    features = torch.cat([media.features for media in row.media]).to(device)
+    return GivenFeatures(features, _slots([row], [positions], block_size, device))
+
+
+def _slots(rows: Sequence[RowSpan], positions: Sequence[np.ndarray], block_size: int, device: torch.device) -> Slots:
+    """The slots of positions in each row, one behind the other."""
     blocks = [row.block_table[places // block_size] for row, places in zip(rows, positions, strict=True)]
 
     def tensor(parts: Sequence[np.ndarray]) -> torch.Tensor:
         return upload(np.concatenate(parts).astype(np.int64), device)
 
-    return EncoderInputs(packed, (tensor(blocks), tensor(positions) % block_size))
+    return tensor(blocks), tensor(positions) % block_size
 
 
 @dataclass(frozen=True, slots=True)

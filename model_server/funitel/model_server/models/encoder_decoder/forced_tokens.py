@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.sampling.transcript_rules import TranscriptTokens
 from funitel.proto.errors import WeightsError
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingRules:
-    """Token ids: what the decoder begins with, what must come first, and what must come last when length ends it."""
+    """Token ids: what the decoder begins with, what must come first, and what must come last when length ends it.
+
+    `transcript` are those that may not come, and timestamps.
+    """
 
     start: int
     forced_first: int | None = None
     forced_last: int | None = None
+    transcript: TranscriptTokens | None = None  # of a model that hears
 
     def forced(
         self, num_generated: int, max_new_tokens: int, *, ignores_eos: bool, first: int | None = None
@@ -52,8 +57,10 @@ class DecodingRules:
         return self.forced_first if first is None else first
 
 
-def read_rules(folder: Path, vocab_size: int) -> DecodingRules:
+def read_rules(folder: Path, vocab_size: int, *, hears: bool = False) -> DecodingRules:
     """Read generation_config.json and config.json of a checkpoint; what the first says counts.
+
+    Of a model that `hears` suppressed tokens and timestamps are read too.
 
     Raises:
         WeightsError: nothing says what the decoder begins with, or a token is none of the vocabulary.
@@ -67,14 +74,41 @@ def read_rules(folder: Path, vocab_size: int) -> DecodingRules:
         start = _token(found, "bos_token_id", vocab_size)
     if start is None:
         raise WeightsError(f"{folder} does not say what the decoder begins with (decoder_start_token_id)")
-    ignored = [f"{key}={found[key]}" for key, neutral in _NEUTRAL.items() if key in found and found[key] not in neutral]
+    used = ("suppress_tokens", "begin_suppress_tokens") if hears else ()
+    ignored = [
+        f"{key}={found[key]}"
+        for key, neutral in _NEUTRAL.items()
+        if key in found and key not in used and found[key] not in neutral
+    ]
     if ignored:
         logger.info("requests say how tokens are chosen; the checkpoint's %s is not used", ", ".join(ignored))
     return DecodingRules(
         start=start,
         forced_first=_token(found, "forced_bos_token_id", vocab_size),
         forced_last=_token(found, "forced_eos_token_id", vocab_size),
+        transcript=_transcript(found, vocab_size) if hears else None,
     )
+
+
+def _transcript(found: Mapping[str, Any], vocab_size: int) -> TranscriptTokens:
+    end = _token(found, "eos_token_id", vocab_size)
+    if end is None:
+        raise WeightsError("the checkpoint does not say what ends a transcript (eos_token_id)")
+    return TranscriptTokens(
+        end=end,
+        suppressed=_tokens(found, "suppress_tokens", vocab_size),
+        suppressed_first=_tokens(found, "begin_suppress_tokens", vocab_size),
+        no_timestamps=_token(found, "no_timestamps_token_id", vocab_size - 1),
+        max_initial=_token(found, "max_initial_timestamp_index", vocab_size),
+    )
+
+
+def _tokens(found: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids; none where the key is missing."""
+    values = found.get(key) or []
+    if not isinstance(values, list) or not all(type(each) is int and 0 <= each < vocab_size for each in values):
+        raise WeightsError(f"{key} must be a list of token ids within 0..{vocab_size - 1}, given {values!r:.100}")
+    return tuple(values)
 
 
 def _token(found: Mapping[str, Any], key: str, vocab_size: int) -> int | None:

@@ -1,5 +1,6 @@
 """One encoder-decoder for every spec, in torch: this rank's heads and hidden units of both stacks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,7 +29,7 @@ from funitel.model_server.models.encoder_decoder.attention import (
     attend_whole,
     masks_of,
 )
-from funitel.model_server.spec.encoder_decoder import CrossNames, Seq2SeqSpec
+from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec, Position
 
 Masks = list[torch.Tensor]
@@ -46,7 +47,7 @@ class Seq2Seq:
         self.max_read = spec.encoder.max_position_embeddings
         table = _table(decoder, weights)
         embedding = VocabEmbedding(decoder, weights, table, parallel)
-        self.encoder = EncoderStack(spec, weights, parallel, embedding)
+        self.encoder = None if spec.hears else EncoderStack(spec, weights, parallel, embedding)
         self.token_embedding = StackEmbedding(decoder, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=True)
         self.layers = [Seq2SeqDecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
@@ -63,9 +64,10 @@ class Seq2Seq:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
         step = StepLayout.of(batch, cache.block_size, self.max_read)
         for source in step.sources:
-            encoded = self.encoder(source.packed)
-            for layer in self.layers:
-                layer.look_at(encoded, cache, source.slots)
+            assert self.encoder is not None, "what hears has features, and no tokens to read"
+            self._look_at(self.encoder(source.packed), cache, source.slots)
+        for given in step.features:
+            self._look_at(given.features.to(self.dtype), cache, given.slots)
         if not step.input_ids.numel():
             return None
         x = self.token_embedding(step.input_ids, step.positions)
@@ -77,6 +79,10 @@ class Seq2Seq:
         x = x[step.kept]
         logits = self.head(x if self.final_norm is None else self.final_norm(x))
         return logits if logits is None or self.logits_bias is None else logits + self.logits_bias
+
+    def _look_at(self, encoded: torch.Tensor, cache: KVCache, slots: Slots) -> None:
+        for layer in self.layers:
+            layer.look_at(encoded, cache, slots)
 
 
 class EncoderStack:
@@ -131,14 +137,17 @@ class StackEmbedding:
 class SelfAttention:
     """This rank's heads: queries, keys and values in one product, and the way back to hidden states."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int, *, has_key_bias: bool
+    ) -> None:
         def name(template: str) -> str:
             return weights.named(template, i=index)
 
         heads = _heads(spec, parallel)
         self.shape = (3, heads.num_heads, spec.head_dim)
         self.scale = spec.score_scale
-        self.qkv = _columns(spec, weights, qkv_parts(spec, heads, name))
+        unbiased = [] if has_key_bias else [name(spec.names.k)]
+        self.qkv = _columns(spec, weights, qkv_parts(spec, heads, name), unbiased)
         self.out = heads_out(spec, weights, name(spec.names.out), heads, parallel, spec.head_dim)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
@@ -149,9 +158,8 @@ class SelfAttention:
 class CrossAttention:
     """This rank's heads: queries of the decoder's tokens, keys and values of what the encoder has read."""
 
-    def __init__(
-        self, spec: ModelSpec, names: CrossNames, weights: Weights, parallel: TensorParallel, index: int
-    ) -> None:
+    def __init__(self, whole: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
+        spec, names = whole.decoder, whole.cross
         heads = _heads(spec, parallel)
         mine = heads.q_start * spec.head_dim, heads.q_end * spec.head_dim
 
@@ -162,7 +170,8 @@ class CrossAttention:
         self.scale = spec.score_scale
         self.heads = (heads.num_heads, spec.head_dim)
         self.q = _columns(spec, weights, [part(names.q)])
-        self.kv = _columns(spec, weights, [part(names.k), part(names.v)])
+        keys = part(names.k)
+        self.kv = _columns(spec, weights, [keys, part(names.v)], [] if whole.has_key_bias else [keys[0]])
         self.out = heads_out(spec, weights, weights.named(names.out, i=index), heads, parallel, spec.head_dim)
 
     def look_at(self, encoded: torch.Tensor, cache: KVCache, slots: Slots) -> None:
@@ -182,7 +191,7 @@ class Seq2SeqEncoderLayer:
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int, sums: torch.dtype | None
     ) -> None:
-        self.attention = SelfAttention(spec, weights, parallel, index)
+        self.attention = SelfAttention(spec, weights, parallel, index, has_key_bias=True)
         self.mlp = Mlp(spec, weights, parallel, index, sums)
         self.attention_residual, self.mlp_residual = _frames(spec, weights, index, sums)
 
@@ -199,8 +208,8 @@ class Seq2SeqDecoderLayer:
     def __init__(self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
         stack, sums = spec.decoder, _sum_dtype(spec, weights)
         self.index = index
-        self.attention = SelfAttention(stack, weights, parallel, index)
-        self.cross = CrossAttention(stack, spec.cross, weights, parallel, index)
+        self.attention = SelfAttention(stack, weights, parallel, index, has_key_bias=spec.has_key_bias)
+        self.cross = CrossAttention(spec, weights, parallel, index)
         self.look_at = self.cross.look_at
         self.mlp = Mlp(stack, weights, parallel, index, sums)
         self.attention_residual, self.mlp_residual = _frames(stack, weights, index, sums)
@@ -257,8 +266,9 @@ def _heads(spec: ModelSpec, parallel: TensorParallel) -> HeadSplit:
     return HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
 
 
-def _columns(spec: ModelSpec, weights: Weights, parts: list[Part]) -> ColumnLinear:
-    return ColumnLinear(weights, parts, spec.hidden_size, has_bias=spec.has_qkv_bias, is_transposed=False)
+def _columns(spec: ModelSpec, weights: Weights, parts: list[Part], unbiased: Sequence[str] = ()) -> ColumnLinear:
+    has_bias = spec.has_qkv_bias
+    return ColumnLinear(weights, parts, spec.hidden_size, has_bias=has_bias, is_transposed=False, unbiased=unbiased)
 
 
 def _frames(

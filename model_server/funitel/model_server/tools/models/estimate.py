@@ -15,7 +15,11 @@ from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_s
 from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
 from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.settings import ModelsSettings
-from funitel.model_server.tools.models import decoder_estimate, drafter_estimate, transformers_estimate
+from funitel.model_server.tools.models import (
+    drafter_estimate,
+    seq2seq_estimate,
+    transformers_estimate,
+)
 from funitel.model_server.tools.models.needs import Needs, with_memory
 from funitel.proto.errors import NoRow, SettingsError
 
@@ -35,7 +39,7 @@ def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
     if is_encoder(config):
         return _encoder_needs(settings, folder)
     if settings.model_spec is None and is_seq2seq(config):
-        return decoder_estimate.estimate_seq2seq(settings, folder, seq2seq_spec_of(config))
+        return seq2seq_estimate.estimate_seq2seq(settings, folder, seq2seq_spec_of(config))
     refuse_described(folder)
     try:
         spec = choose_spec(settings.model_spec, folder)

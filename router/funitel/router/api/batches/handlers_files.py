@@ -10,7 +10,6 @@ from starlette.responses import FileResponse, Response
 from funitel.proto.errors import InvalidRequest, NotFound, PayloadTooLarge
 from funitel.proto.printable import shortened
 from funitel.router.api.batches.common import batches_of, owner_of, page_of
-from funitel.router.api.batches.multipart import FormReader, boundary_of
 from funitel.router.api.batches.schema import FileDeleted, FileList, FileObject, ListFilesQuery
 from funitel.router.api.common.body import declared_size, json_answer, query_of
 from funitel.router.api.common.handler import service_of
@@ -19,6 +18,7 @@ from funitel.router.batch.formats import new_id
 from funitel.router.batch.records import StoredFile
 from funitel.router.batch.store import BatchStore
 from funitel.router.transport.memory_budget import TOO_LARGE
+from funitel.router.transport.multipart import FormReader, boundary_of
 
 PURPOSE = "batch"
 FORM_BYTES = 16_384  # of a form beside its file

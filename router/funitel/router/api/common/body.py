@@ -5,7 +5,8 @@ import json
 import re
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -31,6 +32,7 @@ from funitel.router.middleware.auth import check_model
 from funitel.router.middleware.operation import route_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE, Client
+from funitel.router.transport.multipart import FormReader, boundary_of
 
 
 def json_answer(body: BaseModel, headers: Mapping[str, str] | None = None, *, status: int = 200) -> Response:
@@ -47,6 +49,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # In a request's scope: its body, and how many values that has. A route may look at it before it hands the request on.
 _RAW, _PARSED, _NUM_VALUES = "funitel.bytes", "funitel.body", "funitel.num_values"
+_UPLOAD = "funitel.upload"  # in place of them: a file with its fields
+FORM_BYTES = 65_536  # of a form beside its file
 
 
 async def read_body(request: Request, model: type[B], service: Service) -> B:
@@ -98,6 +102,108 @@ def forget_body(scope: Scope) -> None:
     """Release the body of a request; its scope is part of a cycle, which may be collected much later."""
     scope.pop(_RAW, None)
     scope.pop(_PARSED, None)
+    scope.pop(_UPLOAD, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that a client has sent, and what it has said of it: the fields of its form, where that is one."""
+
+    content: bytes
+    fields: Mapping[str, str | list[str]]
+
+
+async def receive_upload(request: Request, limit: int, flag: str) -> None:
+    """Receive the file of a request, of at most `limit` bytes: in the field `file` of a form, or as the body itself.
+
+    A body of JSON, which may hold a file in base64, is received as other bodies are.
+
+    Raises:
+        UnsupportedEncoding: the body is compressed.
+        PayloadTooLarge: the file is too long; names `flag`, the setting.
+        MalformedBody: the form is none.
+        InvalidRequest: the form has a field too many, or too long.
+    """
+    scope = request.scope
+    if _UPLOAD in scope or _PARSED in scope:
+        return
+    if is_json(request):
+        await receive_body(request, limit * 4 // 3 + FORM_BYTES)
+        return
+    _check_encoding(", ".join(request.headers.getlist("content-encoding")))
+    content_type = request.headers.get("content-type", "")
+    is_form = content_type.lower().startswith("multipart/")
+    if declared_size(request) > limit + FORM_BYTES * is_form:
+        raise _upload_too_large(limit, flag)
+    content = bytearray()
+    client: Client | None = scope.get(CLIENT)
+
+    def take(more: bytes) -> None:
+        content.extend(more)
+        if len(content) > limit:
+            raise _upload_too_large(limit, flag)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        num_kept = 0
+        try:
+            async for chunk in request.stream():
+                if TOO_LARGE in scope:
+                    raise PayloadTooLarge("a chunked body is longer than --payload-limit: send a content-length")
+                if client is not None:
+                    client.keep_body(len(chunk))
+                    num_kept += len(chunk)
+                yield chunk
+        finally:
+            if client is not None:
+                client.keep_body(-num_kept)
+
+    fields: dict[str, str | list[str]] = {}
+    if is_form:
+        form = FormReader(boundary_of(content_type), "file", take)
+        await form.read(chunks())
+        fields = {**form.fields, **form.lists}
+        if form.filename is None:
+            raise InvalidRequest("file: this field is required", "file", "missing_required_parameter")
+    else:
+        async for chunk in chunks():
+            take(chunk)
+    if not content:
+        raise InvalidRequest("file: must not be empty", "file")
+    check_model(scope, fields.get("model"))
+    scope[_UPLOAD] = Upload(bytes(content), fields)
+
+
+def is_json(request: Request) -> bool:
+    """Whether a body is declared as JSON."""
+    return "json" in request.headers.get("content-type", "").lower()
+
+
+def is_audio(request: Request) -> bool:
+    """Whether a body is an audio file by itself, by its media type."""
+    return request.headers.get("content-type", "").lower().startswith("audio/")
+
+
+def has_upload(scope: Scope) -> bool:
+    """Whether a file was received."""
+    return _UPLOAD in scope
+
+
+def upload_of(scope: Scope) -> Upload:
+    """The file of a request that was received."""
+    upload: Upload = scope[_UPLOAD]
+    return upload
+
+
+def checked_form(request: Request, upload: Upload, model: type[B], *, is_strict: bool) -> B:
+    """The fields of an upload as a record; unknown ones as in a body. Raises InvalidRequest for the first at fault."""
+    policy = FieldPolicy(is_strict)
+    form = _validated(dict(upload.fields), model, policy)
+    policy.warn(route_of(request.scope))
+    return form
+
+
+def _upload_too_large(limit: int, flag: str) -> PayloadTooLarge:
+    return PayloadTooLarge(f"file: must have at most {limit} bytes ({flag})")
 
 
 def taken_body(scope: Scope) -> bytes:

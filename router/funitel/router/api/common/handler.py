@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
-from funitel.router.api.common.body import declared_size, forget_body, read_body, receive_body
+from funitel.router.api.common.body import declared_size, forget_body, read_body, receive_body, receive_upload
 from funitel.router.api.common.errors import error_record
 from funitel.router.api.common.model_choice import SERVICE
 from funitel.router.api.common.schema_base import Body
@@ -92,7 +92,19 @@ def generation_route(handler: IncomingHandler) -> Handler:
 
     async def admitted(request: HttpRequest) -> Response:
         service = service_of(request)
+        service.check_writes()
         return await _admitted(request, service, service.engine, handler)
+
+    return counted_route(wraps(handler)(admitted))
+
+
+def upload_route(handler: IncomingHandler) -> Handler:
+    """Ask the engine's admission about the requests of a handler that transcribes a file, and count them."""
+
+    async def admitted(request: HttpRequest) -> Response:
+        service = service_of(request)
+        assert service.audio is not None, "WrongTask is raised where none is served"
+        return await _admitted(request, service, service.engine, handler, is_upload=True)
 
     return counted_route(wraps(handler)(admitted))
 
@@ -118,7 +130,9 @@ def reading_route(handler: IncomingHandler) -> Handler:
     return admitted
 
 
-async def _admitted(request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler) -> Response:
+async def _admitted(
+    request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler, *, is_upload: bool = False
+) -> Response:
     """Ask admission before the body is read, and handle a request with a reservation that a stream keeps meanwhile.
 
     Raises:
@@ -128,19 +142,24 @@ async def _admitted(request: HttpRequest, service: Service, gate: Admits, handle
     if noted is not None:  # another handler has handed it on
         return await handler(IncomingRequest(request, service, noted))
     try:
-        return await _reserved(request, service, gate, handler)
+        return await _reserved(request, service, gate, handler, is_upload=is_upload)
     finally:
         forget_body(request.scope)
 
 
-async def _reserved(request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler) -> Response:
+async def _reserved(
+    request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler, *, is_upload: bool
+) -> Response:
     arrived = Arrival.of(request)
     incoming = arrived.incoming
     request_context.current().owner = arrived.key
     gate.check_room(incoming)
-    if declared_size(request) > SHORT_CHARACTERS:
-        service.tokenizer.pool.check_room()
-    await receive_body(request, service.payload_limit)
+    if is_upload:
+        await receive_upload(request, service.settings.max_audio_bytes, "--max-audio-bytes")
+    else:
+        if declared_size(request) > SHORT_CHARACTERS:
+            service.tokenizer.pool.check_room()
+        await receive_body(request, service.payload_limit)
     reservation = gate.reserve(incoming)
     arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
     with ExitStack() as held:

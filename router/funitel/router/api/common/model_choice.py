@@ -5,7 +5,15 @@ import time
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from funitel.router.api.common.body import forget_body, read_json, receive_body
+from funitel.router.api.common.body import (
+    forget_body,
+    has_upload,
+    is_audio,
+    read_json,
+    receive_body,
+    receive_upload,
+    upload_of,
+)
 from funitel.router.core import request_context
 from funitel.router.fleet.loading import Loads
 from funitel.router.fleet.models import ServedModel, ServedModels
@@ -39,6 +47,7 @@ class ModelChoice:
         self._use: ModelUse = operation.model
         self._has_name = NAME in PATH_PARAMETER.findall(operation.path)
         self._has_body = operation.body is not None
+        self._has_form = operation.form is not None
         self._models = models
         self._loads = loads
 
@@ -83,9 +92,13 @@ class ModelChoice:
         """What a request names."""
         if self._has_name:
             return scope["path_params"][NAME]
+        request = HttpRequest(scope, receive)
+        if self._has_form or (self._use is ModelUse.ANY and is_audio(request)):
+            await self._receive_upload(request)
+            return upload_of(scope).fields.get(FIELDS[0]) if has_upload(scope) else None
         if not self._has_body:
             return None
-        content = await read_json(HttpRequest(scope, receive), self._models.payload_limit)
+        content = await read_json(request, self._models.payload_limit)
         if not isinstance(content, dict):
             return None
         asked = next((found for field in FIELDS if (found := content.get(field)) is not None), None)
@@ -94,12 +107,15 @@ class ModelChoice:
             return adapter if isinstance(adapter, str) and self._models.get(adapter) is not None else None
         return asked
 
+    async def _receive_upload(self, request: HttpRequest) -> None:
+        await receive_upload(request, self._models.own.settings.max_audio_bytes, "--max-audio-bytes")
+
     async def _attached(self, model: ServedModel, scope: Scope, receive: Receive) -> Service:
         """Hold a request until the model is loaded; raises as `Loads.attached`, and Cancelled if the client leaves."""
         request = HttpRequest(scope, receive)
         arrived = Arrival.of(request)
         scope[ARRIVED] = arrived.at
-        if self._has_body:
+        if self._has_body and not has_upload(scope):
             await receive_body(request, self._models.payload_limit)
         limit = model.entry.request_limit or self._models.own.settings.max_concurrent_requests
         began = time.monotonic()

@@ -4,6 +4,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.step import EncoderTask
+from funitel.router.api.audio.handlers import serve_recognition
 from funitel.router.api.common.body import read_json
 from funitel.router.api.common.handler import IncomingRequest, encoder_route, service_of
 from funitel.router.api.embeddings import handlers, similarity
@@ -11,8 +12,10 @@ from funitel.router.api.native import generate
 
 
 async def serve_task(http: HttpRequest) -> Response:
-    """`POST /`: `/generate` in TGI's old form, `/embed` or `/similarity`, `/rerank`, or `/predict`."""
+    """`POST /`: `/generate` in TGI's old form, `/embed` or `/similarity`, `/rerank`, `/predict`, or speech as text."""
     service = service_of(http)
+    if service.is_transcriber:
+        return await serve_recognition(http)
     if not service.is_encoder:
         return await generate.compat_generate(http)
     if service.encoder.is_ranker:

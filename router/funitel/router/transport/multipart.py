@@ -29,6 +29,9 @@ def boundary_of(content_type: str) -> bytes:
 class FormReader:
     """Reads one form. `fields` has the values of its fields, `filename` the name of its file once that has begun.
 
+    Of fields with the same name `fields` has the last. Names that end in `[]` are those of lists: `lists` has their
+    values, by the name before that.
+
     Args:
         boundary: between its parts.
         file_field: name of the field that is a file.
@@ -37,6 +40,7 @@ class FormReader:
 
     def __init__(self, boundary: bytes, file_field: str, sink: Sink) -> None:
         self.fields: dict[str, str] = {}
+        self.lists: dict[str, list[str]] = {}
         self.filename: str | None = None
         self._delimiter = _BREAK + b"--" + boundary
         self._file_field = file_field
@@ -109,7 +113,11 @@ class FormReader:
         self._take(bytes(self._buffer[:at]))
         del self._buffer[: at + len(self._delimiter)]
         if self._name is not None and self._name != self._file_field:
-            self.fields[self._name] = self._value.decode("utf-8", "replace")
+            value = self._value.decode("utf-8", "replace")
+            if self._name.endswith("[]"):
+                self.lists.setdefault(self._name.removesuffix("[]"), []).append(value)
+            else:
+                self.fields[self._name] = value
         await self._end_delimiter(chunks)
 
     def _take(self, content: bytes) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funitel.proto.errors import FunitelError, InvalidRequest, MalformedBody, UnsupportedMediaType
-from funitel.router.api.batches.multipart import FormReader, boundary_of
+from funitel.router.transport.multipart import FormReader, boundary_of
 
 
 def form(content: bytes, boundary: bytes = b"bound") -> bytes:
