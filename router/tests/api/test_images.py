@@ -308,7 +308,10 @@ async def test_a_text_model_reads_tgis_notation(serve: Serve, engine: FakeEngine
         ([{"type": "image_url"}], "needs the field `image_url`"),
         ([image_url({"url": 5})], "messages.0.content.0.image_url.url"),
         ([image_url({"url": PNG, "detail": "much"})], "messages.0.content.0.image_url.detail"),
-        ([{"type": "video_url"}], "`video_url` is not supported, only `text`, `image_url` and `input_audio`"),
+        (
+            [{"type": "video_url"}],
+            "`video_url` is not supported, only `text`, `image_url`, `input_audio` and `audio_url`",
+        ),
         (
             [image_url(f"http://{i}") for i in range(25)],
             "images must take at most 1000 bytes. Given: 1050",
