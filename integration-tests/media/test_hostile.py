@@ -28,9 +28,9 @@ from funitel_testing.media_host import Host, hosting
 from funitel_testing.servers import PLAIN, Server
 from funitel_testing.sound_files import wav
 from funitel_testing.soundness import problem_of, refusal_of, staying_sound
-from funitel_testing.whisper_oracle import save_tiny_whisper, sound
 from funitel_testing.vision_models import VisionOracle, picture, save_vision
 from funitel_testing.vision_requests import content_of, data_url
+from funitel_testing.whisper_oracle import save_tiny_whisper, sound
 
 SEED = 20  # of the mutants; another one makes others
 IN_SHORT, IN_FULL = 300, 20_000  # mutants of all kinds

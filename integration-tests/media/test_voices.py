@@ -11,8 +11,8 @@ import pytest
 from funitel_testing.clients import client_of
 from funitel_testing.servers import serving
 from funitel_testing.sound_files import flac, silent_mp3
-from funitel_testing.whisper_oracle import sound
 from funitel_testing.voice_models import VOICE_FAMILIES, Part, VoiceOracle, base64_of, content_of, save_voice
+from funitel_testing.whisper_oracle import sound
 
 MAX_TOKENS = 10
 FLAGS = ("--dtype", "float32", "--max-batch-total-tokens", "8192", "--max-input-tokens", "2000", "--max-total-tokens")
@@ -103,7 +103,7 @@ async def check_refusals(client: httpx.AsyncClient, family: str) -> None:
         answer = await ask(client, [{"type": "text", "text": "?"}, {"type": "input_audio", "input_audio": part}])
         assert answer.status_code in (400, 422), answer.text
         message = answer.json()["error"]["message"]
-        assert f"`messages[0].content[1].input_audio` {reason}" in message
+        assert f"`messages.0.content.1.input_audio` {reason}" in message
         assert "\n" not in message
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
     answer = await ask(client, [image])

@@ -167,9 +167,9 @@ class VoiceOracle:
 
     @torch.inference_mode()
     def _voxtral(self, text: str, sounds: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Its processor's own features; the tokens, which mistral-common makes, are as many as its model has features."""
+        """Features of its processor; tokens, which mistral-common makes, are as many as the model's features."""
         extract = transformers.VoxtralProcessor._retrieve_input_features
-        how = {key: value for key, value in transformers.VoxtralProcessor.audio_kwargs.items()}
+        how = dict(transformers.VoxtralProcessor.audio_kwargs)
         windows = how.pop("max_source_positions")
         whole = [extract(SimpleNamespace(feature_extractor=self.extractor), [each], windows, **how) for each in sounds]
         counts = [len(self.model.get_audio_features(each, return_dict=True).pooler_output) for each in whole]

@@ -102,7 +102,10 @@ def test_features_and_logits_are_those_of_transformers(family: str, as_published
     span = RowSpan(ids, 0, np.zeros(0, np.int32), "all", media=tuple(media))
     spec = spec_of(json.loads((tmp_path / "config.json").read_text()))
     decoder = Decoder(
-        spec, Weights(tmp_path, torch.float32, CPU, spec.names.prefix), TensorParallel(), TorchAttention(BLOCK_SIZE, CPU)
+        spec,
+        Weights(tmp_path, torch.float32, CPU, spec.names.prefix),
+        TensorParallel(),
+        TorchAttention(BLOCK_SIZE, CPU),
     )
     cache = KVCache(
         spec, HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU

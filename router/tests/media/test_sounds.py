@@ -17,8 +17,8 @@ from funitel.router.media.sound_families import sound_family_of
 from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import ModelFiles
 from funitel_testing.sound_files import flac, wav
-from funitel_testing.whisper_oracle import sound
 from funitel_testing.voice_models import NUM_MEL_BINS, VOICE_FAMILIES, Part, VoiceOracle, save_voice
+from funitel_testing.whisper_oracle import sound
 
 PLACE = "messages[0].content[1].input_audio"
 OWNER = b"owner"
@@ -153,10 +153,18 @@ async def test_sounds_that_cannot_be_are_refused_with_a_reason(make: Services) -
 
 
 BAD_FILES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "rate": ("preprocessor_config.json", {"sampling_rate": 8000}, "has sampling_rate 8000: sounds are served with 16000"),
+    "rate": (
+        "preprocessor_config.json",
+        {"sampling_rate": 8000},
+        "has sampling_rate 8000: sounds are served with 16000",
+    ),
     "bins": ("preprocessor_config.json", {"feature_size": 128}, "has feature_size 128: sounds are served with 80"),
     "dither": ("preprocessor_config.json", {"dither": 0.1}, "has dither 0.1"),
-    "positions": ("config.json", {"audio_config": {"num_mel_bins": 80, "max_source_positions": 750}}, "1500 are served"),
+    "positions": (
+        "config.json",
+        {"audio_config": {"num_mel_bins": 80, "max_source_positions": 750}},
+        "1500 are served",
+    ),
     "width": (
         "config.json",
         {"audio_config": {"num_mel_bins": 80, "hidden_size": 32, "intermediate_size": 1601}},

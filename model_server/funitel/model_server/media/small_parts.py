@@ -125,8 +125,8 @@ def _cut_channels(
     rows = max(MIN_ROWS, MAX_OPERATIONS // max(1, 2 * weight[0].numel() * input.shape[2] * len(input)))
     if len(weight) <= rows:
         return None
-    weights = weight.split(rows)
-    biases = [None] * len(weights) if bias is None else list(bias.split(rows))
+    weights = torch.split(weight, rows)
+    biases = [None] * len(weights) if bias is None else list(torch.split(bias, rows))
     return 1, [((input, part, own, *others), named) for part, own in zip(weights, biases, strict=True)]
 
 

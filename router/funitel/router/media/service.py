@@ -116,8 +116,9 @@ class MediaService:
             if source.detail not in DETAILS:
                 raise InvalidRequest(f"`{place}` has detail {source.detail!r}: it must be low, high or auto", place)
             if index >= most:
+                noun = expand.NOUNS[source.kind]
                 raise InvalidRequest(
-                    f"`{place}` is {expand.NOUNS[source.kind]} {index + 1} of {len(sources)}: at most {most} are taken (--max-media-items)",
+                    f"`{place}` is {noun} {index + 1} of {len(sources)}: at most {most} are taken (--max-media-items)",
                     place,
                 )
 

@@ -40,7 +40,7 @@ class SoundProcessor:
             seconds, limit = family.max_seconds, "the longest that the model hears"
         frames = int((seconds + WINDOW_SECONDS) * FRAMES_PER_SECOND)
         self._processes = SandboxPool(
-            "funitel.router.media.sound_worker",
+            "funitel.router.audio.window_worker",
             {"num_mel_bins": family.num_mel_bins, "max_seconds": seconds, "limit": limit},
             most=settings.validation_workers,
             time_limit=DECODE_SECONDS,

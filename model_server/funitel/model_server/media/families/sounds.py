@@ -20,7 +20,7 @@ LEAST_FRAMES = 3  # of which one feature comes, where two positions are pooled t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoundRow:
+class SoundTowerRow:
     """A family.
 
     `model` is the class in transformers, of which the parts `left_out` are dropped. `features` makes
@@ -45,7 +45,7 @@ class SoundEncoder:
     has_axes = False
     has_whole_spans = False
 
-    def __init__(self, row: SoundRow, model: Any, device: torch.device) -> None:
+    def __init__(self, row: SoundTowerRow, model: Any, device: torch.device) -> None:
         config = model.config
         self.placeholder_ids = {MediaKind.AUDIO: int(config.audio_token_id)}
         dtype = next(iter(model.parameters())).dtype
@@ -99,12 +99,14 @@ def _of_windows(model: Model, mel: torch.Tensor, media: MediaInput) -> torch.Ten
     window = _window_frames(model)
     if mel.shape[1] % window:
         raise InvalidRequest(f"shape must have a multiple of {window} frames, given {mel.shape[1]}", "shape")
-    parts = [model.get_audio_features(each[None], return_dict=True).pooler_output for each in mel.split(window, 1)]
+    parts = [
+        model.get_audio_features(each[None], return_dict=True).pooler_output for each in torch.split(mel, window, 1)
+    ]
     return torch.cat(parts)
 
 
-SOUND_FAMILIES: Mapping[str, SoundRow] = {
-    "Qwen2AudioForConditionalGeneration": SoundRow(model="Qwen2AudioModel", features=_of_one_window),
-    "VoxtralForConditionalGeneration": SoundRow(model="VoxtralModel", features=_of_windows),
+SOUND_FAMILIES: Mapping[str, SoundTowerRow] = {
+    "Qwen2AudioForConditionalGeneration": SoundTowerRow(model="Qwen2AudioModel", features=_of_one_window),
+    "VoxtralForConditionalGeneration": SoundTowerRow(model="VoxtralModel", features=_of_windows),
 }
 """By the architecture that config.json names."""

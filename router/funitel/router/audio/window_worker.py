@@ -1,4 +1,4 @@
-"""Decode sounds in a sandbox process for `sounds.SoundProcessor`, and make log-mel spectrograms of whole windows.
+"""Decode the sounds of prompts in a sandbox process, and make log-mel spectrograms of whole windows.
 
 The setup has the number of mel bins, the most seconds, and what sets these. A task is empty, and its attachment the
 file. An answer is what is wrong with the file, or its number of samples and of frames, with the spectrogram
