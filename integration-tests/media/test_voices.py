@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,8 @@ def model(family: str, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-async def ask(client: httpx.AsyncClient, content: list[dict[str, Any]]) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": MAX_TOKENS, "temperature": 0}
+async def ask(client: httpx.AsyncClient, content: list[dict[str, Any]], max_tokens: int = MAX_TOKENS) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "temperature": 0}
     return await client.post("/v1/chat/completions", json={**body, "return_token_ids": True})
 
 
@@ -127,3 +129,25 @@ async def test_on_two_ranks_in_small_chunks(family: str, model: Path, tmp_path: 
                 expected,
                 oracle.generate(QUESTIONS[0], MAX_TOKENS),
             ]
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio"], indirect=True)
+async def test_preempted_and_killed_streams_say_the_same(family: str, model: Path, tmp_path: Path) -> None:
+    tight = ("--max-batch-total-tokens", "700", "--max-input-tokens", "400", "--max-total-tokens", "500")
+    contents = [content_of(parts) for parts in QUESTIONS]
+
+    async def long(client: httpx.AsyncClient, content: list[dict[str, Any]]) -> list[int]:
+        answer = await ask(client, content, 100)
+        assert answer.status_code == 200, answer.text
+        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return ids
+
+    with serving(tmp_path, "--model-id", str(model), "--dtype", "float32", *tight) as server:
+        async with client_of(server.url) as client:
+            alone = [await long(client, content) for content in contents]
+            asking = [asyncio.create_task(long(client, content)) for content in contents * 2]
+            await asyncio.to_thread(server.wait_steps, 10)
+            os.kill(server.shard_pids()[0], signal.SIGKILL)
+            assert await asyncio.gather(*asking) == alone * 2
+            metrics = server.metrics()
+        assert metrics["funitel_replica_returns_total"] == 1
