@@ -22,6 +22,7 @@ from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models.estimate import needs_of
+from funitel.model_server.tools.spec import check
 from funitel.proto.errors import InvalidRequest, WeightsError
 from funitel.proto.step import MediaInput, MediaKind
 from funitel_testing.media_zoo import step_at_random
@@ -112,6 +113,7 @@ def test_features_and_logits_are_those_of_transformers(family: str, as_published
     )
     [ours] = step_at_random(decoder, cache, [span], 6, 50, 0)
     assert float((ours - logits).abs().max()) < TOLERANCE
+    assert check(tmp_path, None) == []
     [blind] = step_at_random(decoder, cache, [replace(span, media=())], 6, 50, 0)
     assert float((blind - logits).abs().max()) > 1e-2
 
