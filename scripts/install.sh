@@ -155,6 +155,9 @@ install_package() {
   if [ "$editable" = yes ]; then flags+=(--no-compile --editable); else flags+=(--compile); fi
   say "installing $package with the versions of $versions"
   install "${flags[@]}" "$package"
+  # uv takes the files of a release from one index, which may lack the one of this platform; pip takes them from all.
+  "$python" -c 'import _soundfile_data' 2>/dev/null \
+    || pip install --quiet --force-reinstall --no-deps --no-compile --constraint "$versions" soundfile
   if has_extra clients; then install --no-deps --no-compile "$TGI_CLIENT"; fi
   if has_extra dev; then
     install --no-deps --no-compile "$PROTO_COMPILER"

@@ -16,7 +16,7 @@ from funitel_testing.servers import Server, serving
 from funitel_testing.sound_files import flac, wav
 from funitel_testing.vision_models import VisionOracle, picture, save_vision
 from funitel_testing.vision_requests import content_of, data_url
-from funitel_testing.whisper_oracle import LANGUAGE_NAMES, WhisperOracle, save_tiny_whisper, sound
+from funitel_testing.whisper_models import LANGUAGE_NAMES, WhisperOracle, save_tiny_whisper, sound
 
 openai = pytest.importorskip("openai", reason="install the extra `clients`")
 anthropic = pytest.importorskip("anthropic", reason="install the extra `clients`")

@@ -25,12 +25,12 @@ from funitel_testing.hostile_media import (
     url_of,
 )
 from funitel_testing.media_host import Host, hosting
-from funitel_testing.servers import PLAIN, Server
+from funitel_testing.servers import PLAIN, Server, free_port
 from funitel_testing.sound_files import wav
 from funitel_testing.soundness import problem_of, refusal_of, staying_sound
 from funitel_testing.vision_models import VisionOracle, picture, save_vision
 from funitel_testing.vision_requests import content_of, data_url
-from funitel_testing.whisper_oracle import save_tiny_whisper, sound
+from funitel_testing.whisper_models import save_tiny_whisper, sound
 
 SEED = 20  # of the mutants; another one makes others
 IN_SHORT, IN_FULL = 300, 20_000  # mutants of all kinds
@@ -387,10 +387,13 @@ def test_pictures_and_sounds_for_a_model_of_texts(launch: Any, tiny_model: Path,
 # Addresses: nothing is fetched unless it is allowed ---------------------------------------------------------------
 
 
+TRAP_PORT, HOST_PORT = free_port(), free_port()  # which servers are told at their start
+
+
 @pytest.fixture
 def trap() -> Iterator[Host]:
     """A server on every address of this machine, which nothing may ever ask."""
-    with hosting({"/a.png": (PNG, "image/png")}, "::") as host:
+    with hosting({"/a.png": (PNG, "image/png")}, "::", TRAP_PORT) as host:
         yield host
 
 
@@ -460,8 +463,9 @@ def test_a_link_of_generate_is_not_fetched_by_default(seeing: Server, trap: Host
 @pytest.fixture
 def fetching(launch: Any, llava: Path) -> Server:
     """A server that may fetch from some names, but from no private address."""
-    domains = ",".join((*ALLOWED, LINK_LOCAL))
-    server: Server = launch("--model-id", str(llava), *LIMITS, "2500", "--allowed-media-domains", domains)
+    names = (*(f"{name}:{TRAP_PORT}" for name in ALLOWED), *ALLOWED, LINK_LOCAL)
+    flags = [word for name in names for word in ("--allowed-media-domains", name)]
+    server: Server = launch("--model-id", str(llava), *LIMITS, "2500", *flags)
     return server
 
 
@@ -492,7 +496,7 @@ def test_names_that_are_not_allowed_are_not_even_looked_up(fetching: Server) -> 
 
 # Addresses that are allowed ---------------------------------------------------------------------------------------
 
-MAX_FETCHED, MAX_PIXELS, FETCH_SECONDS = 1_000_000, 100_000, 2
+MAX_FETCHED, MAX_PIXELS, FETCH_SECONDS = 900_000, 100_000, 2
 BIG = base64.b64decode(data_url(picture(700, 600)).partition(",")[2])
 LARGE = base64.b64decode(data_url(picture(400, 300)).partition(",")[2])
 
@@ -510,14 +514,14 @@ def host() -> Iterator[Host]:
         "/empty.png": (b"", "image/png"),
         **{f"/mutant-{kind}": (mutant(kind, SEED, 1), MIME[kind]) for kind in PICTURE_KINDS},
     }
-    with hosting(files) as running:
+    with hosting(files, port=HOST_PORT) as running:
         yield running
 
 
 @pytest.fixture
 def trusting(launch: Any, llava: Path) -> Server:
     """A server that may fetch from 127.0.0.1, within tight limits."""
-    flags = ("--allowed-media-domains", "127.0.0.1", "--allow-private-media-addresses")
+    flags = ("--allowed-media-domains", f"127.0.0.1:{HOST_PORT}", "--allow-private-media-addresses")
     limits = ("--media-fetch-timeout-s", str(FETCH_SECONDS), "--max-image-fetch-size", str(MAX_FETCHED))
     pixels = ("--max-media-pixels", str(MAX_PIXELS))
     server: Server = launch("--model-id", str(llava), *LIMITS, "2500", *flags, *limits, *pixels)

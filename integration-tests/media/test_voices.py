@@ -14,7 +14,7 @@ from funitel_testing.clients import client_of
 from funitel_testing.servers import serving
 from funitel_testing.sound_files import flac, silent_mp3
 from funitel_testing.voice_models import VOICE_FAMILIES, Part, VoiceOracle, base64_of, content_of, save_voice
-from funitel_testing.whisper_oracle import sound
+from funitel_testing.whisper_models import sound
 
 MAX_TOKENS = 10
 FLAGS = ("--dtype", "float32", "--max-batch-total-tokens", "8192", "--max-input-tokens", "2000", "--max-total-tokens")

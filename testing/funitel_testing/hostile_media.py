@@ -18,7 +18,7 @@ from PIL import Image
 from funitel_testing.fuzz_mutants import HUGE, damaged
 from funitel_testing.sound_files import flac, silent_mp3, wav
 from funitel_testing.vision_models import picture
-from funitel_testing.whisper_oracle import sound
+from funitel_testing.whisper_models import sound
 
 PICTURE_KINDS = ("png", "jpeg", "webp", "gif")
 SOUND_KINDS = ("wav", "flac", "mp3")

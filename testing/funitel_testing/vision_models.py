@@ -414,7 +414,9 @@ class VisionOracle:
 
     def inputs(self, text: str, images: Sequence[Image.Image]) -> dict[str, Any]:
         """What the processor makes of a text with a marker for each image."""
-        made = self.processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
+        made = self.processor(
+            text=[text], images=[list(images)] if images else None, return_tensors="pt", add_special_tokens=False
+        )
         return {key: value for key, value in made.items() if isinstance(value, torch.Tensor | list)}
 
     @torch.inference_mode()

@@ -255,6 +255,7 @@ async def test_redirects_are_followed_within_the_domains(site: Site) -> None:
         ("file:///etc/passwd", "scheme file"),
         ("data:image/png;base64,AAAA", "scheme data"),
         ("http://\u00e9vil.org", "no URL"),
+        ("http://[::1", "leads to what is no URL"),
     ):
         site.pages["/away"] = answer(b"", "302 Found", location=location)
         message = await refusal(made, f"{base}/away")

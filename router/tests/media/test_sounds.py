@@ -18,7 +18,7 @@ from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import ModelFiles
 from funitel_testing.sound_files import flac, wav
 from funitel_testing.voice_models import NUM_MEL_BINS, VOICE_FAMILIES, Part, VoiceOracle, save_voice
-from funitel_testing.whisper_oracle import sound
+from funitel_testing.whisper_models import sound
 
 PLACE = "messages[0].content[1].input_audio"
 OWNER = b"owner"

@@ -195,8 +195,18 @@ class Weights:
         if is_by_outputs or self._mxfp4_of(name) is not None:
             return True
         stacked = self._stack_of(name)
-        is_square = shape[0] == shape[1]  # of which the shape says nothing
-        return stacked is not None and not is_square and StackedStorage(self._files, *stacked).shape == shape
+        if stacked is None:
+            return False
+        if shape[0] == shape[1]:
+            return self._is_stacked_by_outputs_beside(stacked[0])
+        return StackedStorage(self._files, *stacked).shape == shape
+
+    def _is_stacked_by_outputs_beside(self, name: str) -> bool:
+        """Whether gate and up beside a stack of square matrices, twice as many outputs as inputs, lie by outputs."""
+        folder = name.rpartition(".")[0]
+        beside = [each for each in self._files if each.rpartition(".")[0] == folder and each != name]
+        shapes = [tuple(self._files[each].get_slice(each).get_shape()) for each in beside]
+        return any(len(shape) == 3 and shape[1] == 2 * shape[2] for shape in shapes)
 
     def read_codes(
         self,

@@ -91,7 +91,10 @@ class AllowedDomains:
         if scheme not in DEFAULT_PORTS:
             raise NotFetched(f"has a URL of the scheme {scheme or 'none'}: only data, http and https are taken")
         if not self:
-            raise NotFetched("has a URL to fetch, which this server does not: send the content as a data: URL")
+            raise NotFetched(
+                "has a URL to fetch, which this server does not: send the content as a data: URL "
+                "(--allowed-media-domains of the server names hosts to fetch from)"
+            )
         host = (parts.hostname or "").rstrip(".")
         port = DEFAULT_PORTS[scheme] if port is None else port
         if not host or parts.username is not None or parts.password is not None:

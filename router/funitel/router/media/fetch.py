@@ -107,7 +107,7 @@ class Fetcher:
                     found = await self._request(target, addresses)
                     if isinstance(found, bytes):
                         return found
-                    url = urljoin(url, found)
+                    url = _joined(url, found)
                     is_secure = target.scheme == "https"
                     target = self._domains.target(url)
                     if is_secure and target.scheme != "https":
@@ -164,6 +164,14 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise NotFetched(f"has a data: URL with wrong base64: {error}") from None
+
+
+def _joined(url: str, location: str) -> str:
+    """The URL that a redirect leads to. Raises NotFetched where it is none."""
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        raise NotFetched(f"cannot be fetched: it leads to what is no URL: {error}") from None
 
 
 def _too_large(size: str, limit: int) -> str:

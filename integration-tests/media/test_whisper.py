@@ -16,7 +16,7 @@ from funitel_testing.clients import client_of
 from funitel_testing.servers import PLAIN, Server
 from funitel_testing.sound_files import fields_of, flac, silent_mp3, wav
 from funitel_testing.soundness import refusal_of
-from funitel_testing.whisper_oracle import LANGUAGE_NAMES, RATE, Heard, WhisperOracle, save_tiny_whisper, sound
+from funitel_testing.whisper_models import LANGUAGE_NAMES, RATE, Heard, WhisperOracle, save_tiny_whisper, sound
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 UNTIMED = ("json", "text")  # formats for which a sound of one window is written down without times
