@@ -43,6 +43,14 @@ CASES = {
         lambda x, w: functional.conv2d(x, w, stride=2, padding=1),
         ((1, 3, 64, 32), (32, 3, 4, 4)),
     ),
+    "convolution of a sound": (
+        lambda x, w, b: functional.conv1d(x, w, b, stride=2, padding=1),
+        ((1, 40, 200), (100, 40, 3), (100,)),
+    ),
+    "convolution of sounds": (
+        lambda x, w: functional.conv1d(x, w, None, 2, 1),
+        ((2, 40, 200), (100, 40, 3)),
+    ),
     "convolution of patches": (
         lambda x, w: functional.conv3d(x, w, stride=[2, 4, 4]),
         ((60, 3, 2, 4, 4), (32, 3, 2, 4, 4)),

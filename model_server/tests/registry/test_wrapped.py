@@ -18,6 +18,7 @@ from funitel_testing import forward_worker
 from funitel_testing.families import TOLERANCE
 from funitel_testing.media_zoo import IMAGES
 from funitel_testing.threads import on_ranks
+from funitel_testing.voice_models import VOICE_FAMILIES
 from funitel_testing.zoo import HIDDEN, ZOO
 
 _SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -139,6 +140,7 @@ def test_a_text_without_a_row_is_left_to_transformers(text: Any) -> None:
 def test_every_wrapper_is_held_against_transformers() -> None:
     kinds = {kind for kind, *_ in CASES.values()} | {tiny.kind for tiny in IMAGES.values()}
     held = {f"{kind}ForConditionalGeneration" for kind in kinds}
+    held |= {row.architecture for row in VOICE_FAMILIES.values()}
     assert WRAPPED.keys() == held | {"Gemma3nForConditionalGeneration"}
 
 

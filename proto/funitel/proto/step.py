@@ -78,8 +78,9 @@ class MediaInput:
     """A processed media item, as a shard encodes it.
 
     `values` are uint8 [tiles, height, width, 3] of an image, before its pixels are scaled and normalised, or float32
-    [mel bins, frames] of a sound, little-endian, in the shape `shape`. `num_features` come of it. `size` is the height
-    and width of an image before it was cut into tiles, where the model's features depend on it; else empty.
+    [mel bins, frames] of a sound, little-endian, in the shape `shape`. `num_features` come of it. `size` is, where the
+    model's features depend on it, the height and width of an image before it was cut into tiles, or the number of
+    frames of a sound that are no padding; else empty.
     """
 
     key: bytes

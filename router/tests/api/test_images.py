@@ -264,6 +264,7 @@ async def test_a_marker_that_a_client_writes_is_text(
 
 _IMAGE_BLOCK = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 _SOUND = {"type": "input_audio", "input_audio": {"data": "aWNv", "format": "wav"}}
+_SOUND_URL = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,aWNv"}}
 
 
 @pytest.mark.parametrize(
@@ -304,11 +305,18 @@ async def test_a_text_model_reads_tgis_notation(serve: Serve, engine: FakeEngine
     ("content", "words"),
     [
         ([_SOUND], "`messages.0.content.0.input_audio`: the model {model} takes no sounds, only text and images"),
+        ([_SOUND_URL], "`messages.0.content.0.audio_url`: the model {model} takes no sounds, only text and images"),
+        ([{"type": "audio_url"}], "needs the field `audio_url`"),
+        ([{"type": "audio_url", "audio_url": {"url": 5}}], "messages.0.content.0.audio_url.url"),
+        ([{"type": "input_audio", "input_audio": {"data": "aWNv", "format": "aac"}}], "input_audio.format"),
         ([image_url("http://bad")], "`messages.0.content.0.image_url` is no image"),
         ([{"type": "image_url"}], "needs the field `image_url`"),
         ([image_url({"url": 5})], "messages.0.content.0.image_url.url"),
         ([image_url({"url": PNG, "detail": "much"})], "messages.0.content.0.image_url.detail"),
-        ([{"type": "video_url"}], "`video_url` is not supported, only `text`, `image_url` and `input_audio`"),
+        (
+            [{"type": "video_url"}],
+            "`video_url` is not supported, only `text`, `image_url`, `input_audio` and `audio_url`",
+        ),
         (
             [image_url(f"http://{i}") for i in range(25)],
             "images must take at most 1000 bytes. Given: 1050",

@@ -19,9 +19,11 @@ from funitel.proto.errors import InvalidRequest, Overloaded, StartupError
 from funitel.proto.step import MediaKind
 from funitel.router.media import service as services
 from funitel.router.media.families import family_of
+from funitel.router.media.images import ImageProcessor
 from funitel.router.media.interface import MediaSource, PreparedMedia
 from funitel.router.media.planners import SmartResize
 from funitel.router.media.service import MediaService
+from funitel.router.sandbox.pool import SandboxPool
 from funitel.router.settings import RouterSettings
 from funitel.router.text.model_files import ModelFiles
 
@@ -66,6 +68,12 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def source(data: bytes, **values: Any) -> MediaSource:
     return MediaSource(MediaKind.IMAGE, PLACE, data=data, **values)
+
+
+def image_processes(service: MediaService) -> SandboxPool:
+    processor = service.processors[MediaKind.IMAGE]
+    assert isinstance(processor, ImageProcessor)
+    return processor._processes
 
 
 async def prepared(service: MediaService, data: bytes, **values: Any) -> PreparedMedia:
@@ -165,13 +173,13 @@ async def test_an_item_says_all_that_a_shard_needs(make: Services) -> None:
 async def test_what_was_processed_is_taken_again(make: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     service = make("onevision", media_processed_cache_mb=1)
     asked = []
-    run = service._processes.run_attached
+    run = image_processes(service).run_attached
 
     async def counted(task: Any, data: bytes, key: bytes = b"") -> Any:
         asked.append(hashlib.sha256(data).digest())
         return await run(task, data, key)
 
-    monkeypatch.setattr(service._processes, "run_attached", counted)
+    monkeypatch.setattr(image_processes(service), "run_attached", counted)
     data, other = file_of(picture(300, 100)), file_of(picture(301, 100))
     first = await prepared(service, data)
     assert await prepared(service, data, detail="high") is first
@@ -272,7 +280,7 @@ async def test_bombs_take_neither_memory_nor_time(make: Services) -> None:
 
 async def test_a_file_that_kills_its_process_is_refused_and_the_next_one_served(make: Services) -> None:
     service = make()
-    service._processes._memory_limit = 350 << 20
+    image_processes(service)._memory_limit = 350 << 20
     assert "cannot be decoded: it takes more than 350 MiB" in await refusal(
         service, source(file_of(Image.new("RGB", (9000, 6000)), "PNG"))
     )

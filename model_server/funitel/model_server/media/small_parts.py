@@ -116,9 +116,24 @@ def _cut_convolution(
     return 2, [((part, weight, bias), more) for part in torch.split(whole, rows * size[0], 2)]
 
 
+def _cut_channels(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *others: Any, **named: Any
+) -> _Parts | None:
+    """One along a sound: by the channels that come out."""
+    if input.dim() != 3 or named.get("groups", 1) != 1 or len(others) > 3:
+        return None
+    rows = max(MIN_ROWS, MAX_OPERATIONS // max(1, 2 * weight[0].numel() * input.shape[2] * len(input)))
+    if len(weight) <= rows:
+        return None
+    weights = torch.split(weight, rows)
+    biases = [None] * len(weights) if bias is None else list(torch.split(bias, rows))
+    return 1, [((input, part, own, *others), named) for part, own in zip(weights, biases, strict=True)]
+
+
 _CUTS: Mapping[Any, Callable[..., _Parts | None]] = {
     functional.linear: _cut_linear,
     functional.scaled_dot_product_attention: _cut_attention,
+    functional.conv1d: _cut_channels,
     functional.conv2d: _cut_convolution,
     functional.conv3d: _cut_convolution,
 }

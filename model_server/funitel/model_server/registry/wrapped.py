@@ -43,6 +43,8 @@ WRAPPED: Mapping[str, Mapping[str, str]] = {
     "LlavaNextForConditionalGeneration": _ANY,
     "LlavaOnevisionForConditionalGeneration": _ANY,
     "InternVLForConditionalGeneration": _ANY,
+    "Qwen2AudioForConditionalGeneration": {"qwen2": "Qwen2ForCausalLM"},
+    "VoxtralForConditionalGeneration": {"llama": "LlamaForCausalLM"},
     "Idefics3ForConditionalGeneration": _ANY,
     "SmolVLMForConditionalGeneration": _ANY,
     "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
@@ -66,6 +68,8 @@ _UNNAMED_TEXTS: Mapping[str, str] = {
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "InternVLForConditionalGeneration": "qwen2",
+    "Qwen2AudioForConditionalGeneration": "qwen2",
+    "VoxtralForConditionalGeneration": "llama",
     "Idefics3ForConditionalGeneration": "llama",
     "SmolVLMForConditionalGeneration": "llama",
 }

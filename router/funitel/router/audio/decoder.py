@@ -15,8 +15,8 @@ MAX_CHANNELS = 32
 _BLOCK_VALUES = 1 << 18  # of all channels, read at once
 
 
-def decode(content: bytes, max_seconds: float, field: str) -> np.ndarray:
-    """Samples [n] float32 within -1..1, the mean of all channels, at 16 kHz.
+def decode(content: bytes, max_seconds: float, field: str, limit: str = "--max-audio-seconds") -> np.ndarray:
+    """Samples [n] float32 within -1..1, the mean of all channels, at 16 kHz. `limit` is what sets `max_seconds`.
 
     Raises:
         InvalidRequest: the file cannot be decoded, has no samples, or more seconds, channels or samples a second than
@@ -27,13 +27,13 @@ def decode(content: bytes, max_seconds: float, field: str) -> np.ndarray:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.format not in (container, "WAVEX"):
                 raise InvalidRequest(f"`{field}` cannot be decoded: it is no {container} file", field)
-            return _samples(file, max_seconds, field)
+            return _samples(file, max_seconds, field, limit)
     except (soundfile.SoundFileError, RuntimeError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:120]
         raise InvalidRequest(f"`{field}` cannot be decoded as {container}: {reason}", field) from None
 
 
-def _samples(file: soundfile.SoundFile, max_seconds: float, field: str) -> np.ndarray:
+def _samples(file: soundfile.SoundFile, max_seconds: float, field: str, limit: str) -> np.ndarray:
     rate, channels = file.samplerate, file.channels
     if not MIN_RATE <= rate <= MAX_RATE:
         raise InvalidRequest(f"`{field}` must have {MIN_RATE} to {MAX_RATE} samples a second. Given: {rate}", field)
@@ -44,7 +44,7 @@ def _samples(file: soundfile.SoundFile, max_seconds: float, field: str) -> np.nd
     while len(block := file.read(max(1, _BLOCK_VALUES // channels), dtype="float32", always_2d=True)):
         count += len(block)  # a header may say anything
         if count > most:
-            raise InvalidRequest(f"`{field}` must be at most {max_seconds:g} s long (--max-audio-seconds)", field)
+            raise InvalidRequest(f"`{field}` must be at most {max_seconds:g} s long ({limit})", field)
         mono = block.mean(axis=1) if channels > 1 else block[:, 0]
         parts.append(resampler.feed(np.clip(np.nan_to_num(mono, nan=0.0), -1.0, 1.0)))
     if not count:

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 MAX_PROCESSES = 2
 BYTES = 4  # of a value
 DECODE_SECONDS = 60.0
-_BASE_BYTES = 3 << 30  # of address space: Python and its libraries
-_BYTES_PER_FRAME = 20_000  # of address space, for samples of every kind on the way to a frame
+BASE_BYTES = 3 << 30  # of address space: Python and its libraries
+BYTES_PER_FRAME = 20_000  # of address space, for samples of every kind on the way to a frame
 _ANSWER_SLACK = 1 << 16
 PROCESSOR = b"funitel whisper log-mel 1"
 
@@ -58,7 +58,7 @@ class AudioService:
             [model.num_mel_bins, settings.max_audio_seconds],
             most=MAX_PROCESSES,
             time_limit=DECODE_SECONDS,
-            memory_limit=_BASE_BYTES + frames * _BYTES_PER_FRAME,
+            memory_limit=BASE_BYTES + frames * BYTES_PER_FRAME,
             max_answer_bytes=frames * model.num_mel_bins * BYTES + _ANSWER_SLACK,
             has_several_keys=settings.has_several_keys,
         )

@@ -129,7 +129,7 @@ class FamilyFiles:
         text = next((self._text(value) for value in ids if isinstance(value, int)), None)
         text = text or self._named.get(f"{name}_token") or default
         if text is None or self._tokenizer.token_to_id(text) is None:
-            raise StartupError(f"the tokenizer has no token {text or name}, which stands for images in prompts")
+            raise StartupError(f"the tokenizer has no token {text or name}, which stands for media in prompts")
         return text
 
     def _text(self, token_id: int) -> str | None:

@@ -1,85 +1,54 @@
 """The media of a model's requests: fetch, decode and process them, and put them into prompts."""
 
 import asyncio
-import hashlib
-import json
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from funitel.proto.errors import InvalidRequest, Overloaded
-from funitel.proto.step import MediaInput, MediaKind
+from funitel.proto.step import MediaKind
 from funitel.router.core.request import RequestMedia
 from funitel.router.media import expand
 from funitel.router.media.cache import Key, PreparedCache
-from funitel.router.media.families import ImageFamily, family_of
+from funitel.router.media.families import family_of
 from funitel.router.media.fetch import Fetcher
+from funitel.router.media.images import ImageProcessor
 from funitel.router.media.interface import MediaSource, PreparedMedia
-from funitel.router.media.plan import Call, Plan, Size
-from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
+from funitel.router.media.plan import Call
+from funitel.router.media.processor import Processor, digest
+from funitel.router.media.sound_families import sound_family_of
+from funitel.router.media.sounds import SoundProcessor
 from funitel.router.settings import RouterSettings
 from funitel.router.text.control_text import Spans
 from funitel.router.text.model_files import ModelFiles
 
-logger = logging.getLogger(__name__)
-
 ITEMS_AT_ONCE = 4  # of a request
 DETAILS = ("", "auto", "low", "high")
-MAX_PROCESSED_BYTES = 256 << 20  # of one image
 MAX_REQUEST_BYTES = 1 << 30  # of all processed items of a request
 MAX_WAITING_BYTES = 256 << 20  # of files that wait or are decoded, for each key
-LARGE_BYTES = 1 << 20  # hashed in a thread
-TIME_LIMIT_SECONDS = 60.0
-CPU_LIMIT_SECONDS = 20.0
-NICENESS = 10
-BASE_MEMORY_BYTES = 512 << 20
-BYTES_PER_PIXEL = 24  # a decoded image, with transparency, its background, what they become, and what it is resized to
 
 
 class MediaService:
     """What the API knows of media of one model. Event loop only."""
 
     def __init__(
-        self,
-        settings: RouterSettings,
-        family: ImageFamily,
-        *,
-        fetcher: Fetcher | None = None,
-        has_several_keys: bool = False,
+        self, settings: RouterSettings, processors: Sequence[Processor], *, fetcher: Fetcher | None = None
     ) -> None:
         """Start nothing yet.
 
         Args:
             settings: of the router.
-            family: of the model.
-            fetcher: of images; one of the settings when not given.
-            has_several_keys: whether one API key must leave a process to others.
+            processors: of the model, one for each kind of media that it takes.
+            fetcher: of files; one of the settings when not given.
         """
-        self.kinds = frozenset({MediaKind.IMAGE})
-        self.placeholders = {MediaKind.IMAGE: family.placeholder_id}
-        self._family = family
+        self.processors = {each.kind: each for each in processors}
+        self.kinds = frozenset(self.processors)
+        self.placeholders = {kind: each.placeholder_id for kind, each in self.processors.items()}
         self._settings = settings
         self._fetcher = fetcher or Fetcher(settings)
         self._cache = PreparedCache(settings.media_processed_cache_mb << 20)
         self._waiting_bytes: Counter[bytes] = Counter()  # by key
-        self._processor = json.dumps(family.planner.to_json(), sort_keys=True).encode()
-        self._processes = SandboxPool(
-            "funitel.router.media.worker",
-            {
-                "planner": family.planner.to_json(),
-                "max_pixels": settings.max_media_pixels,
-                "max_bytes": MAX_PROCESSED_BYTES,
-            },
-            most=settings.validation_workers,
-            time_limit=TIME_LIMIT_SECONDS,
-            cpu_limit=CPU_LIMIT_SECONDS,
-            memory_limit=BASE_MEMORY_BYTES + 2 * MAX_PROCESSED_BYTES + BYTES_PER_PIXEL * settings.max_media_pixels,
-            max_answer_bytes=MAX_PROCESSED_BYTES + LARGE_BYTES,
-            niceness=NICENESS,
-            has_several_keys=has_several_keys,
-        )
 
     @classmethod
     def create(cls, settings: RouterSettings, files: ModelFiles, tokenizer: Tokenizer) -> "MediaService | None":
@@ -88,18 +57,20 @@ class MediaService:
         Raises:
             StartupError: the folder's processor files are not valid, or the tokenizer lacks the placeholder.
         """
-        family = family_of(files, tokenizer)
-        return None if family is None else cls(settings, family, has_several_keys=settings.has_several_keys)
+        processors: list[Processor] = []
+        if (images := family_of(files, tokenizer)) is not None:
+            processors.append(ImageProcessor(settings, images))
+        if (sounds := sound_family_of(files, tokenizer)) is not None:
+            processors.append(SoundProcessor(settings, sounds))
+        return cls(settings, processors) if processors else None
 
     def marker(self, kind: MediaKind) -> str:
         """What the chat template writes for an item of a kind, such as <image>."""
-        assert kind in self.kinds
-        return self._family.marker
+        return self.processors[kind].marker
 
     def prompt_marker(self, kind: MediaKind) -> str:
         """What a prompt without a template has for an item: the marker, and what the template writes around it."""
-        assert kind in self.kinds
-        return self._family.prompt_marker
+        return self.processors[kind].prompt_marker
 
     async def prepare(self, sources: Sequence[MediaSource], owner: bytes) -> list[PreparedMedia]:
         """Fetch, decode and process all media items of a request, in the order of the prompt.
@@ -109,7 +80,7 @@ class MediaService:
             owner: hash of the API key, for fairness.
 
         Raises:
-            InvalidRequest: an item cannot be had, is not an image, exceeds a limit, or its kind is not taken.
+            InvalidRequest: an item cannot be had, is not of its kind, exceeds a limit, or its kind is not taken.
             Overloaded: too many items of this owner wait, or no process can be started.
         """
         self._check(sources)
@@ -128,7 +99,8 @@ class MediaService:
         prepared = [task.result() for task in tasks]
         if (size := sum(len(item.input.values) for item in prepared)) > MAX_REQUEST_BYTES:
             raise InvalidRequest(
-                f"the {len(prepared)} images have {size} bytes when processed: at most {MAX_REQUEST_BYTES} are taken",
+                f"the {len(prepared)} images and sounds have {size} bytes when processed: "
+                f"at most {MAX_REQUEST_BYTES} are taken",
                 sources[0].place,
             )
         return prepared
@@ -144,8 +116,9 @@ class MediaService:
             if source.detail not in DETAILS:
                 raise InvalidRequest(f"`{place}` has detail {source.detail!r}: it must be low, high or auto", place)
             if index >= most:
+                noun = expand.NOUNS[source.kind]
                 raise InvalidRequest(
-                    f"`{place}` is image {index + 1} of {len(sources)}: at most {most} are taken (--max-media-items)",
+                    f"`{place}` is {noun} {index + 1} of {len(sources)}: at most {most} are taken (--max-media-items)",
                     place,
                 )
 
@@ -153,7 +126,8 @@ class MediaService:
         estimate = len(source.data or b"") or len(source.url) // 4 * 3
         self._check_room(owner, estimate)
         data = await self._fetcher.get(source, owner)
-        key: Key = (await _digest(data), self._family.planner.variant(call).encode())
+        processor = self.processors[source.kind]
+        key: Key = (await digest(data), f"{source.kind.name} {processor.variant(call)}".encode())
         if not self._settings.share_prefixes:
             key += (owner,)  # what is cached for others must not be found out by its time
         item = self._cache.get(key)
@@ -161,7 +135,7 @@ class MediaService:
             self._check_room(owner, len(data))
             self._waiting_bytes[owner] += len(data)
             try:
-                item = await self._process(source.place, data, call, owner)
+                item = await processor.process(source.place, data, call, owner)
             finally:
                 self._waiting_bytes[owner] -= len(data)
                 self._waiting_bytes = +self._waiting_bytes
@@ -171,37 +145,7 @@ class MediaService:
     def _check_room(self, owner: bytes, num_bytes: int) -> None:
         waiting = self._waiting_bytes[owner]
         if waiting and waiting + num_bytes > MAX_WAITING_BYTES:
-            raise Overloaded(": images of this client wait to be decoded", reason="media")
-
-    async def _process(self, place: str, data: bytes, call: Call, owner: bytes) -> PreparedMedia:
-        try:
-            task = {"detail": call.detail, "is_alone": call.is_alone}
-            found, values = await self._processes.run_attached(task, data, owner)
-        except Killed as limit:
-            raise InvalidRequest(f"`{place}` cannot be decoded: {limit}", place) from None
-        except WorkerUnavailable as problem:
-            logger.warning("an image cannot be decoded: %s", problem)
-            raise Overloaded(": no process can be started to decode an image", reason="media") from None
-        if isinstance(found, str):
-            raise InvalidRequest(f"`{place}` {found}", place)
-        plan = self._family.planner.plan(Size(*found), call)
-        if len(values) != plan.num_bytes:
-            raise InvalidRequest(
-                f"`{place}` cannot be decoded: {len(values)} of {plan.num_bytes} bytes came of it", place
-            )
-        return PreparedMedia(await self._input(plan, values), plan.text, plan.runs)
-
-    async def _input(self, plan: Plan, values: bytes) -> MediaInput:
-        facts = json.dumps([plan.shape, plan.grid, plan.size]).encode()
-        return MediaInput(
-            key=await _digest(self._processor, facts, values),
-            kind=MediaKind.IMAGE,
-            shape=plan.shape,
-            values=values,
-            num_features=sum(plan.runs),
-            grid=plan.grid,
-            size=plan.size,
-        )
+            raise Overloaded(": images or sounds of this client wait to be decoded", reason="media")
 
     def insert(
         self, text: str, plain: Spans, prepared: Sequence[PreparedMedia], field: str = "messages"
@@ -217,19 +161,5 @@ class MediaService:
 
     async def close(self) -> None:
         """End the processes."""
-        await self._processes.close()
-
-
-async def _digest(*parts: bytes) -> bytes:
-    """SHA-256 of some bytes, each behind its length."""
-    if sum(map(len, parts)) > LARGE_BYTES:
-        return await asyncio.to_thread(_hash, parts)
-    return _hash(parts)
-
-
-def _hash(parts: Sequence[bytes]) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big"))
-        digest.update(part)
-    return digest.digest()
+        for each in self.processors.values():
+            await each.close()

@@ -218,7 +218,7 @@ class RouterSettings:
     allow_private_media_addresses: bool = setting(
         False, "Fetch images from private, loopback and other addresses that are not on the public internet, too."
     )
-    max_media_items: int = setting(64, "Maximum of images in a request.", bounds=POSITIVE)
+    max_media_items: int = setting(64, "Maximum of images and sounds in a request.", bounds=POSITIVE)
     max_media_pixels: int = setting(
         64_000_000, "Maximum of pixels of an image, before it is processed and on the way.", bounds=POSITIVE
     )
@@ -277,10 +277,12 @@ class RouterSettings:
         200_000_000, "Maximum size in bytes of a file that is uploaded for a batch.", bounds=POSITIVE
     )
     max_audio_bytes: int = setting(
-        25_000_000, "Maximum size in bytes of an audio file that is transcribed.", bounds=POSITIVE
+        25_000_000, "Maximum size in bytes of an audio file that is transcribed, or in a chat.", bounds=POSITIVE
     )
     max_audio_seconds: float = setting(
-        1500.0, "Maximum length in seconds of a sound that is transcribed.", bounds=Bounds(minimum=1, maximum=86_400)
+        1500.0,
+        "Maximum length in seconds of a sound that is transcribed, or in a chat.",
+        bounds=Bounds(minimum=1, maximum=86_400),
     )
     api_key: str | None = setting(None, "Bearer token that requests must carry.", keeps_variable=True)
     api_key_file: str | None = setting(

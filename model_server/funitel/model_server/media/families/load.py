@@ -1,4 +1,4 @@
-"""Open the media of a model folder: the encoder of images that its architecture has, and the cache of features."""
+"""Open the media of a model folder: the encoder that its architecture has, and the cache of features."""
 
 import logging
 import re
@@ -12,6 +12,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.media.families.encoder import VisionEncoder
 from funitel.model_server.media.families.pixels import read_rules
+from funitel.model_server.media.families.sounds import SOUND_FAMILIES, SoundEncoder
 from funitel.model_server.media.families.table import FAMILIES
 from funitel.model_server.media.families.tower import load_tower
 from funitel.model_server.media.service import FeatureService
@@ -34,14 +35,19 @@ _TENSORS = re.compile(
 )
 
 
+_SOUND_TENSORS = re.compile(r"(model\.)?(audio_tower|multi_modal_projector)\.")
+
+
 def tower_bytes(folder: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> int:
     """What `open_media` will hold of the checkpoint where no setting says otherwise; nothing is read but headers."""
-    row = FAMILIES.get(architecture)
-    if row is None or read_rules(folder, row.statistics, normalises=row.normalises) is None:
+    row, tensors = FAMILIES.get(architecture), _TENSORS
+    if architecture in SOUND_FAMILIES:
+        tensors = _SOUND_TENSORS
+    elif row is None or read_rules(folder, row.statistics, normalises=row.normalises) is None:
         return 0
     size = 4 if device.type == "cpu" else dtype.itemsize
     files = {name: file for file, names in map(open_file, weight_files(folder)) for name in names}
-    return size * sum(prod(file.get_slice(name).get_shape()) for name, file in files.items() if _TENSORS.match(name))
+    return size * sum(prod(file.get_slice(name).get_shape()) for name, file in files.items() if tensors.match(name))
 
 
 def open_media(
@@ -49,7 +55,7 @@ def open_media(
 ) -> tuple[FeatureService, Weights] | None:
     """The media of the model in `folder`, and the weights that count its tower; None where it takes text alone.
 
-    The reason of the latter is logged where the model has a vision tower.
+    The reason of the latter is logged where the model has a tower.
 
     Args:
         settings: of the shard.
@@ -61,27 +67,52 @@ def open_media(
     Raises:
         StartupError: the tower cannot be loaded.
     """
+    if architecture in SOUND_FAMILIES:
+        return _open_sounds(settings, folder, architecture, dtype, device)
     row, max_bytes = FAMILIES.get(architecture), cache_bytes(settings, device)
-    reason = None
     if row is None or read_json(folder / "config.json").get("vision_config") is None:
         if row is None and read_json(folder / "config.json").get("vision_config") is not None:
             logger.info("text alone is served: no vision family of the table is for %s", architecture)
         return None
     rules = read_rules(folder, row.statistics, normalises=row.normalises)
-    if not max_bytes:
-        reason = "--media-cache-gb is 0"
-    elif settings.stages is not None or settings.placing is not None:
-        reason = f"images are not for {settings.placing or f'--partition {settings.partition}'}"
-    elif rules is None:
+    reason = _why_none(settings, max_bytes, "images")
+    if reason is None and rules is None:
         reason = f"{folder} has no preprocessor_config.json"
     if reason is not None or rules is None:
         logger.info("text alone is served: %s", reason)
         return None
     weights = Weights(folder, torch.float32 if device.type == "cpu" else dtype, device, is_shown=False)
-    model = load_tower(row, folder, weights)
+    model = load_tower(row.model, row.left_out, folder, weights)
     encoder = VisionEncoder(row, model, rules, device)
     logger.info(
         "images are taken: vision_tower=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
         *(row.model, weights.dtype, weights.held_bytes, max_bytes),
     )
     return FeatureService(encoder, max_bytes, device), weights
+
+
+def _open_sounds(
+    settings: ModelServerSettings, folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
+) -> tuple[FeatureService, Weights] | None:
+    """`open_media` of a model for sounds."""
+    row, max_bytes = SOUND_FAMILIES[architecture], cache_bytes(settings, device)
+    reason = _why_none(settings, max_bytes, "sounds")
+    if reason is not None:
+        logger.info("text alone is served: %s", reason)
+        return None
+    weights = Weights(folder, torch.float32 if device.type == "cpu" else dtype, device, is_shown=False)
+    encoder = SoundEncoder(row, load_tower(row.model, row.left_out, folder, weights), device)
+    logger.info(
+        "sounds are taken: audio_tower=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
+        *(row.model, weights.dtype, weights.held_bytes, max_bytes),
+    )
+    return FeatureService(encoder, max_bytes, device), weights
+
+
+def _why_none(settings: ModelServerSettings, max_bytes: int, noun: str) -> str | None:
+    """Why the settings leave no room for media; None where they do."""
+    if not max_bytes:
+        return "--media-cache-gb is 0"
+    if settings.stages is not None or settings.placing is not None:
+        return f"{noun} are not for {settings.placing or f'--partition {settings.partition}'}"
+    return None

@@ -1,6 +1,7 @@
-"""A vision tower with its projector: transformers' modules of a checkpoint's model, without the text model."""
+"""A tower with its projector: transformers' modules of a checkpoint's model, without the text model."""
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.torch_import import register_shapes
-from funitel.model_server.media.families.table import TowerRow
 from funitel.proto.errors import UnsupportedModel, WeightsError, translating
 
 _META = torch.device("meta")
@@ -19,8 +19,14 @@ def transformers_class(name: str) -> Any:
     return getattr(importlib.import_module("transformers"), name)
 
 
-def load_tower(row: TowerRow, folder: Path, weights: Weights) -> Any:
+def load_tower(name: str, left_out: Sequence[str], folder: Path, weights: Weights) -> Any:
     """The tower of the model in `folder`, in the precision and on the device of `weights`, which counts it.
+
+    Args:
+        name: of its class in transformers.
+        left_out: parts of that which are dropped.
+        folder: of the model.
+        weights: of the checkpoint.
 
     Raises:
         UnsupportedModel: transformers refuses its config.json.
@@ -30,20 +36,20 @@ def load_tower(row: TowerRow, folder: Path, weights: Weights) -> Any:
     with translating(lambda error: UnsupportedModel(f"transformers refuses {folder / 'config.json'}: {error}")):
         config = transformers_class("AutoConfig").from_pretrained(folder, local_files_only=True)
         with _META:
-            model = transformers_class(row.model)(config)
-    for name in row.left_out:
-        setattr(model, name, None)
+            model = transformers_class(name)(config)
+    for part in left_out:
+        setattr(model, part, None)
     kept = model.state_dict()  # without buffers that are computed
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found = _name_here(weights, name) if name in kept else None
+    for own, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found = _name_here(weights, own) if own in kept else None
         if found is None and isinstance(tensor, torch.nn.Parameter):
-            raise WeightsError(f"the checkpoint lacks tensor {name} of the vision tower")
+            raise WeightsError(f"the checkpoint lacks tensor {own} of the tower")
         if found is None:
             value = torch.empty(tensor.shape, dtype=tensor.dtype)  # filled below
         else:
             value = weights.read(found, tensor.shape)
             value._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark of what it leaves alone
-        _put(model, name, value)
+        _put(model, own, value)
     model.initialize_weights()
     return model.to(weights.device).eval().requires_grad_(False)
 

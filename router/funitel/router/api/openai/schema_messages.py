@@ -20,7 +20,7 @@ class ImageUrl(Body):
     )
 
 
-def _as_image(value: Any) -> Any:
+def _as_url(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
@@ -31,7 +31,13 @@ class InputAudio(Body):
     format: Literal["wav", "mp3", "flac", "ogg"]
 
 
-MEDIA_PARTS = ("image_url", "input_audio")
+class AudioUrl(Body):
+    """A sound: its URL, or its bytes as one, `data:audio/wav;base64,...`; vLLM's notation."""
+
+    url: str
+
+
+MEDIA_PARTS = ("image_url", "input_audio", "audio_url")
 
 
 class ContentPart(Body):
@@ -39,10 +45,13 @@ class ContentPart(Body):
 
     type: str
     text: str = ""
-    image_url: Annotated[ImageUrl | None, BeforeValidator(_as_image, json_schema_input_type=str | ImageUrl | None)] = (
+    image_url: Annotated[ImageUrl | None, BeforeValidator(_as_url, json_schema_input_type=str | ImageUrl | None)] = (
         Field(default=None, description="Of a part of type `image_url`.")
     )
     input_audio: InputAudio | None = Field(default=None, description="Of a part of type `input_audio`.")
+    audio_url: Annotated[AudioUrl | None, BeforeValidator(_as_url, json_schema_input_type=str | AudioUrl | None)] = (
+        Field(default=None, description="Of a part of type `audio_url`, which is vLLM's.")
+    )
     file: Any = None
     refusal: str | None = None
     cache_control: Any = None
@@ -52,7 +61,8 @@ class ContentPart(Body):
     @classmethod
     def _is_known(cls, value: str) -> str:
         if value not in ("text", "refusal", *MEDIA_PARTS):
-            raise ValueError(f"content of type `{value}` is not supported, only `text`, `image_url` and `input_audio`")
+            known = "`text`, `image_url`, `input_audio` and `audio_url`"
+            raise ValueError(f"content of type `{value}` is not supported, only {known}")
         return value
 
     @model_validator(mode="after")
@@ -70,6 +80,8 @@ class ContentPart(Body):
             sound = self.input_audio
             url = f"data:audio/{sound.format};base64,{sound.data}"
             return MediaSource(MediaKind.AUDIO, f"{place}.input_audio", url, format=sound.format)
+        if self.type == "audio_url" and self.audio_url is not None:
+            return MediaSource(MediaKind.AUDIO, f"{place}.audio_url", self.audio_url.url)
         return self.text or self.refusal or ""
 
 
