@@ -381,6 +381,22 @@ async def test_a_body_with_images_may_be_larger(
     assert RouterSettings().payload_limit is None
 
 
+@pytest.mark.parametrize("given", [None, 5_000_000])
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_what_is_large_by_lists_is_not_parsed(
+    serve: Serve, engine: FakeEngine, media: FakeMedia, given: int | None, path: str
+) -> None:
+    """Millions of them would block the event loop for seconds; a limit of the operator holds as it is."""
+    body = b'{"a": [' + b"[]," * 800_000 + b"1]}"
+    async with serve(engine, payload_limit=given) as client:
+        response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    if given is None:
+        assert response.status_code == 413
+        assert "at most 2000000 bytes beside the base64 of images. Given: 2400008" in response.text
+    else:
+        assert response.status_code == 422
+
+
 async def test_the_service_of_media_ends_with_the_server(serve: Serve, engine: FakeEngine, media: FakeMedia) -> None:
     async with serve(engine):
         assert not media.is_closed
