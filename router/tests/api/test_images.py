@@ -1,6 +1,7 @@
 """Images in the requests of every API: where they stand in the prompt, what they count, and what is refused."""
 
 import base64
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -395,6 +396,37 @@ async def test_what_is_large_by_lists_is_not_parsed(
         assert "at most 2000000 bytes beside the base64 of images. Given: 2400008" in response.text
     else:
         assert response.status_code == 422
+
+
+async def test_keys_share_no_features_unless_they_share_prefixes(
+    serve: Serve, engine: FakeEngine, media: FakeMedia, tmp_path: Path
+) -> None:
+    """Else the time to the first token would tell that another key has sent the same image."""
+    path = tmp_path / "keys"
+    lines = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "created": "2026-01-01T00:00:00Z"}
+        for name in ("one", "other")
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    path.chmod(0o600)
+
+    async def keys(client: httpx.AsyncClient, *names: str, **fields: Any) -> list[bytes]:
+        for name in names:
+            body = openai(image_url(PNG), image_url(PNG), **fields)
+            head = {"authorization": f"Bearer {name}"}
+            assert (await client.post("/v1/chat/completions", json=body, headers=head)).status_code == 200
+        for request in engine.requests[-len(names) :]:
+            assert len({each.input.key for each in request.media}) == 1
+            assert all(each.span.key == each.input.key for each in request.media)
+        return [request.media[0].input.key for request in engine.requests[-len(names) :]]
+
+    async with serve(engine, api_key_file=str(path)) as client:
+        one, other, again = await keys(client, "one", "other", "one")
+        [salted] = await keys(client, "one", cache_salt="s")
+    assert one == again
+    assert len({one, other, salted, key_of(PNG)}) == 4
+    async with serve(engine, api_key_file=str(path), share_prefixes=True) as client:
+        assert await keys(client, "one", "other") == [key_of(PNG)] * 2
 
 
 async def test_the_service_of_media_ends_with_the_server(serve: Serve, engine: FakeEngine, media: FakeMedia) -> None:

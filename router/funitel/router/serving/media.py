@@ -1,7 +1,9 @@
 """The media of a prompt on their way to the engine: checked against the model, prepared, placed among its tokens."""
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest
@@ -87,6 +89,21 @@ def placed(
             field,
         )
     return tuple(expanded), items
+
+
+def owned(media: tuple[RequestMedia, ...], owner: bytes, salt: str) -> tuple[RequestMedia, ...]:
+    """The media of a prompt as those of an owner and a salt, which share no cached features with others.
+
+    The time of an answer would tell others that an image was here. Without owner and salt all share them.
+    """
+    if not (owner or salt):
+        return media
+    root = hashlib.sha256(owner + salt.encode()).digest()
+    found = []
+    for each in media:
+        key = hashlib.sha256(root + each.input.key).digest()
+        found.append(RequestMedia(replace(each.span, key=key), replace(each.input, key=key)))
+    return tuple(found)
 
 
 def with_all_rows(service: Service, rows: str, prepared: Prepared) -> str:

@@ -11,7 +11,7 @@ from funitel.router.core.stream import Timings
 from funitel.router.media.interface import PreparedMedia
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.beam_request import check_beams, with_beams, without_sampling
-from funitel.router.serving.media import num_repeated, placed
+from funitel.router.serving.media import num_repeated, owned, placed
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import (
@@ -133,6 +133,7 @@ async def prepare(
         await service.grammars.check(grammar, field)
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     context = request_context.current()
+    cache_owner = b"" if service.settings.share_prefixes else arrived.cache_owner
     request = replace(
         request,
         adapter=adapter,
@@ -141,7 +142,8 @@ async def prepare(
         deadline=arrived.deadline,
         request_id=context.request_id,
         key_name=context.key_name,
-        cache_owner=b"" if service.settings.share_prefixes else arrived.cache_owner,
+        cache_owner=cache_owner,
+        media=owned(request.media, cache_owner, request.cache_salt),
     )
     context.operation, context.request = "text_completion", context.request or request
     return GenerationJob(service, request, arrived)
