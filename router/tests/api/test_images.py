@@ -18,6 +18,7 @@ from media_oracles import ORACLES, TOKENIZER
 from PIL import Image
 
 from funitel.proto.step import MediaKind
+from funitel.router.media.service import MediaService
 from funitel.router.settings import RouterSettings
 
 PNG = "data:image/png;base64,aWNv"
@@ -427,6 +428,48 @@ async def test_keys_share_no_features_unless_they_share_prefixes(
     assert len({one, other, salted, key_of(PNG)}) == 4
     async with serve(engine, api_key_file=str(path), share_prefixes=True) as client:
         assert await keys(client, "one", "other") == [key_of(PNG)] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "content"),
+    [
+        ("/generate", "inputs", "a<image>b"),
+        ("/v1/completions", "prompt", "a<image>b"),
+        ("/v1/completions", "prompt", None),
+        ("/v1/completions", "prompt", ["good", "a<image>b"]),
+    ],
+)
+async def test_a_placeholder_without_an_image_is_refused(
+    client: httpx.AsyncClient, engine: FakeEngine, media: FakeMedia, path: str, field: str, content: Any
+) -> None:
+    given = [5, media.placeholder, 6] if content is None else content
+    response = await client.post(path, json={"model": "m", field: given})
+    assert response.status_code == 422
+    assert f"`{field}` has a token that stands for an image, <image>, and no image" in response.text
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+async def test_a_placeholder_that_a_chat_says_is_text(
+    serve: Serve, engine: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch, role: str, is_special: bool
+) -> None:
+    """Whether the tokenizer calls it special or not, and with an image or without."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken(IMAGE, special=is_special)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    media = FakeMedia(tokenizer.token_to_id(IMAGE))
+    monkeypatch.setattr(MediaService, "create", lambda *_: media)
+    said = {"role": role, "content": "an <image> and <image"} | ({"tool_call_id": "c"} if role == "tool" else {})
+    ask = {"role": "user", "content": "What?"}
+    async with serve(engine) as client:
+        for count in (0, 1):
+            content = [image_url(PNG)] * count + [text("?")]
+            messages = [{"role": "user", "content": content}, said, ask]
+            response = await client.post("/v1/chat/completions", json=openai() | {"messages": messages})
+            assert response.status_code == 200, response.text
+            assert engine.requests[-1].input_ids.count(media.placeholder) == 5 * count
+            assert len(engine.requests[-1].media) == count
 
 
 async def test_the_service_of_media_ends_with_the_server(serve: Serve, engine: FakeEngine, media: FakeMedia) -> None:

@@ -75,10 +75,17 @@ def placed(
     """Return the tokens of a prompt with all placeholders, and the places of its items.
 
     Raises:
-        InvalidRequest: an item has more tokens than a step can have, where its tokens must be in one step.
+        InvalidRequest: an item has more tokens than a step can have, where its tokens must be in one step; or a token
+            stands for an item that is not there.
     """
     media = service.media
-    if media is None or not prepared:
+    if media is None:
+        return tuple(ids), ()
+    if not prepared:
+        for kind, token in media.placeholders.items():
+            if token in ids:
+                noun, text = NOUNS[kind], service.tokenizer.token_text(token)
+                raise InvalidRequest(f"`{field}` has a token that stands for an {noun}, {text}, and no {noun}", field)
         return tuple(ids), ()
     expanded, items = media.place(ids, prepared, field)
     most = service.engine.limits.max_span_tokens

@@ -180,9 +180,10 @@ async def _checked(
     sampling = with_default_stops(sampling, service.settings)
     language = sampling.target_language
     first_token = None if language is None else tokenizer.languages.token(language)
-    input_ids, media = prompt.ids, tuple[RequestMedia, ...]()
-    if input_ids is None:
-        field = names.get("inputs", "inputs")
+    input_ids, media, field = prompt.ids, tuple[RequestMedia, ...](), names.get("inputs", "inputs")
+    if input_ids is not None:
+        placed(service, input_ids, (), field)
+    else:
         more = num_repeated(prompt.media)
         try:
             input_ids = await tokenizer.encode(
