@@ -37,7 +37,9 @@ def load_tower(row: TowerRow, folder: Path, weights: Weights) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found = _name_here(weights, name) if name in kept else None
         if found is None and isinstance(tensor, torch.nn.Parameter):
-            raise WeightsError(f"the checkpoint lacks tensor {name} of the vision tower")
+            raise WeightsError(
+                f"the checkpoint lacks tensor {name} of the vision tower; --media-cache-gb 0 serves text alone"
+            )
         if found is None:
             value = torch.empty(tensor.shape, dtype=tensor.dtype)  # filled below
         else:
