@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 import re
 import zlib
 from collections.abc import Sequence
@@ -84,15 +85,18 @@ def cached_of(answer: dict[str, Any]) -> int:
     return found
 
 
+_SEEDS = itertools.count(900)  # of pictures that no test has shown before
+
+
 class Encoded:
     """The counter of encoded items among all samples: that which grows by one for each new picture."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         names: set[str] | None = None
-        for number in range(2):
+        for _ in range(2):
             before = self._samples()
-            chat(server, turn("user", "New: ", picture(50, 40, 900 + number)))
+            chat(server, turn("user", "New: ", picture(50, 40, next(_SEEDS))))
             after = self._samples()
             grown = {name for name, value in after.items() if value - before.get(name, 0) == 1}
             names = grown if names is None else names & grown
