@@ -105,6 +105,14 @@ async def test_many_items_pass_through_a_small_cache(tmp_path: Path) -> None:
         assert not held(engine)
 
 
+async def test_shards_without_chunks_take_text_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path, 1, SHARD | {"is_chunked": False}) as (engine, _, _):
+        assert engine.limits.media is None
+        with pytest.raises(InvalidRequest, match="images and sounds are not supported"):
+            await run(engine, asking("a"))
+    assert "images are refused: they need shards that compute prompts in chunks" in caplog.text
+
+
 async def test_keys_take_turns_sequence_by_sequence(tmp_path: Path) -> None:
     async with running(tmp_path, 1, SHARD) as (engine, [shard], _):
         shard.encoding.clear()

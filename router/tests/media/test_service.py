@@ -17,6 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from funitel.proto.errors import InvalidRequest, Overloaded, StartupError
 from funitel.proto.step import MediaKind
+from funitel.proto.step_socket import MAX_BYTES
 from funitel.router.media import service as services
 from funitel.router.media.families import family_of
 from funitel.router.media.interface import MediaSource, PreparedMedia
@@ -403,3 +404,7 @@ async def test_requests_that_are_prepared_take_bounded_memory_of_each_key_and_of
     assert all(isinstance(result, list | Overloaded) for result in results)
     assert not service._preparing_bytes
     assert len(await service.prepare([source(data) for data in files], b"one")) == 8  # one alone is served
+
+
+def test_a_processed_image_fits_into_a_message_to_a_shard() -> None:
+    assert services.MAX_PROCESSED_BYTES + (1 << 16) < MAX_BYTES

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ITEMS_AT_ONCE = 4  # of a request
 DETAILS = ("", "auto", "low", "high")
-MAX_PROCESSED_BYTES = 256 << 20  # of one image
+MAX_PROCESSED_BYTES = 255 << 20  # of one image: less than a message to a shard may have
 MAX_REQUEST_BYTES = 1 << 30  # of all processed items of a request
 MAX_OWN_BYTES = 2 << 30  # of processed items of requests that are prepared, for each key
 MAX_PREPARING_BYTES = 4 << 30  # for all
