@@ -12,7 +12,7 @@ import torch
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.proto.errors import InvalidRequest, WrongState
-from funitel.proto.step import MediaSpan, SequenceStart
+from funitel.proto.step import MediaSpan, SequenceStart, WarmupLimits
 from funitel_testing.executors import chunk, decode, load_executor, prefill, run_alone, start
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_vision import IMAGE_TOKEN, TINY_VISION, media_of
@@ -267,3 +267,12 @@ def test_a_shard_that_sleeps_has_no_features(tmp_path: Path) -> None:
     executor.wake()
     executor.encode_media(media_of(TINY_VISION["qwen2_vl"], 6)).result()
     assert len(executor.media.cache) == 1
+
+
+def test_warmup_drops_features_for_a_router_that_begins_anew(tmp_path: Path) -> None:
+    """It knows of none, and would never make room of them."""
+    executor, _ = served(tmp_path, "qwen2_vl", 6, 6)
+    assert executor.media is not None
+    assert executor.media.cache.used_bytes
+    executor.warmup([start(0, TEXT)], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=400))
+    assert (len(executor.media.cache), executor.media.cache.used_bytes) == (0, 0)

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -62,6 +62,36 @@ def test_gaps_of_steps_are_bounded_and_several_encodings_finish(step: float) -> 
     within = sorted(gaps)[: int(len(gaps) * 0.9)]  # sleeps of a busy machine may be longer
     assert within[-1] < SLICE_SHARE * step + 4 * PART
     assert sum(gaps) > 0.2 * step * len(gaps)  # the encoder has its share
+
+
+def gap_behind(last: float, others: Sequence[float]) -> float:
+    """Seconds between the end of a step of `last` seconds, behind others, and the next, while something is encoded."""
+    slices, cores, is_over = TimeSlices(), Exclusive(), threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            encode(slices, cores, 1000)
+
+    encoder = threading.Thread(target=work, daemon=True)
+    encoder.start()
+    for seconds in (*others, last):
+        with slices.step():
+            cores.compute(seconds)
+            end = time.monotonic()
+    with slices.step():
+        gap = time.monotonic() - end
+    is_over.set()
+    encoder.join(10)
+    assert cores.clashes == 0
+    return gap
+
+
+def test_a_long_step_among_short_ones_is_not_followed_by_a_long_slice() -> None:
+    assert gap_behind(0.4, [0.01] * 4) < 0.16  # a share of it would be 0.32
+
+
+def test_steps_that_are_all_long_leave_the_encoder_its_share() -> None:
+    assert gap_behind(0.2, [0.2] * 3) > 0.7 * SLICE_SHARE * 0.2
 
 
 def test_an_encoder_alone_never_waits() -> None:

@@ -1,6 +1,7 @@
 """Images in the requests of every API: where they stand in the prompt, what they count, and what is refused."""
 
 import base64
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from media_oracles import ORACLES, TOKENIZER
 from PIL import Image
 
 from funitel.proto.step import MediaKind
+from funitel.router.media.service import MediaService
 from funitel.router.settings import RouterSettings
 
 PNG = "data:image/png;base64,aWNv"
@@ -387,6 +389,95 @@ async def test_a_body_with_images_may_be_larger(
         response = await client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == status
     assert RouterSettings().payload_limit is None
+
+
+@pytest.mark.parametrize("given", [None, 5_000_000])
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_what_is_large_by_lists_is_not_parsed(
+    serve: Serve, engine: FakeEngine, media: FakeMedia, given: int | None, path: str
+) -> None:
+    """Millions of them would block the event loop for seconds; a limit of the operator holds as it is."""
+    body = b'{"a": [' + b"[]," * 800_000 + b"1]}"
+    async with serve(engine, payload_limit=given) as client:
+        response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    if given is None:
+        assert response.status_code == 413
+        assert "at most 2000000 bytes beside the base64 of images. Given: 2400008" in response.text
+    else:
+        assert response.status_code == 422
+
+
+async def test_keys_share_no_features_unless_they_share_prefixes(
+    serve: Serve, engine: FakeEngine, media: FakeMedia, tmp_path: Path
+) -> None:
+    """Else the time to the first token would tell that another key has sent the same image."""
+    path = tmp_path / "keys"
+    lines = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "created": "2026-01-01T00:00:00Z"}
+        for name in ("one", "other")
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    path.chmod(0o600)
+
+    async def keys(client: httpx.AsyncClient, *names: str, **fields: Any) -> list[bytes]:
+        for name in names:
+            body = openai(image_url(PNG), image_url(PNG), **fields)
+            head = {"authorization": f"Bearer {name}"}
+            assert (await client.post("/v1/chat/completions", json=body, headers=head)).status_code == 200
+        for request in engine.requests[-len(names) :]:
+            assert len({each.input.key for each in request.media}) == 1
+            assert all(each.span.key == each.input.key for each in request.media)
+        return [request.media[0].input.key for request in engine.requests[-len(names) :]]
+
+    async with serve(engine, api_key_file=str(path)) as client:
+        one, other, again = await keys(client, "one", "other", "one")
+        [salted] = await keys(client, "one", cache_salt="s")
+    assert one == again
+    assert len({one, other, salted, key_of(PNG)}) == 4
+    async with serve(engine, api_key_file=str(path), share_prefixes=True) as client:
+        assert await keys(client, "one", "other") == [key_of(PNG)] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "content"),
+    [
+        ("/generate", "inputs", "a<image>b"),
+        ("/v1/completions", "prompt", "a<image>b"),
+        ("/v1/completions", "prompt", None),
+        ("/v1/completions", "prompt", ["good", "a<image>b"]),
+    ],
+)
+async def test_a_placeholder_without_an_image_is_refused(
+    client: httpx.AsyncClient, engine: FakeEngine, media: FakeMedia, path: str, field: str, content: Any
+) -> None:
+    given = [5, media.placeholder, 6] if content is None else content
+    response = await client.post(path, json={"model": "m", field: given})
+    assert response.status_code == 422
+    assert f"`{field}` has a token that stands for an image, <image>, and no image" in response.text
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+async def test_a_placeholder_that_a_chat_says_is_text(
+    serve: Serve, engine: FakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch, role: str, is_special: bool
+) -> None:
+    """Whether the tokenizer calls it special or not, and with an image or without."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken(IMAGE, special=is_special)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    media = FakeMedia(tokenizer.token_to_id(IMAGE))
+    monkeypatch.setattr(MediaService, "create", lambda *_: media)
+    said = {"role": role, "content": "an <image> and <image"} | ({"tool_call_id": "c"} if role == "tool" else {})
+    ask = {"role": "user", "content": "What?"}
+    async with serve(engine) as client:
+        for count in (0, 1):
+            content = [image_url(PNG)] * count + [text("?")]
+            messages = [{"role": "user", "content": content}, said, ask]
+            response = await client.post("/v1/chat/completions", json=openai() | {"messages": messages})
+            assert response.status_code == 200, response.text
+            assert engine.requests[-1].input_ids.count(media.placeholder) == 5 * count
+            assert len(engine.requests[-1].media) == count
 
 
 async def test_the_service_of_media_ends_with_the_server(serve: Serve, engine: FakeEngine, media: FakeMedia) -> None:

@@ -1,6 +1,7 @@
 """Lines of input files, and room for batches."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from funitel.router.engine.snapshot import EngineView
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.settings import MEDIA_PAYLOAD_LIMIT
 
 RULES = InputRules("/v1/completions", 1000, 200, lambda model: None if model == "known" else f"no {model}")
 BATCH = background_key(b"a")
@@ -89,6 +91,14 @@ def test_nesting_without_end_is_an_error_of_its_line(tmp_path: Path) -> None:
     rules = InputRules("/v1/completions", 10, 1_000_000, RULES.check_model)
     _, check = checked(tmp_path / "in", b"[" * 200_000, rules)
     assert [each.code for each in check.errors] == ["invalid_json_line"]
+
+
+def test_a_large_line_of_lists_is_not_parsed(tmp_path: Path) -> None:
+    rules = InputRules("/v1/completions", 10, MEDIA_PAYLOAD_LIMIT, RULES.check_model)
+    begin = time.process_time()
+    _, check = checked(tmp_path / "in", b"[" + b"[]," * 20_000_000 + b"1]", rules)
+    assert time.process_time() - begin < 3  # and not some 15 s
+    assert [each.code for each in check.errors] == ["request_too_large"]
 
 
 def test_an_answer_is_put_in_as_it_is() -> None:

@@ -105,6 +105,29 @@ async def test_many_items_pass_through_a_small_cache(tmp_path: Path) -> None:
         assert not held(engine)
 
 
+async def test_shards_without_chunks_take_text_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path, 1, SHARD | {"is_chunked": False}) as (engine, _, _):
+        assert engine.limits.media is None
+        with pytest.raises(InvalidRequest, match="images and sounds are not supported"):
+            await run(engine, asking("a"))
+    assert "images are refused: they need shards that compute prompts in chunks" in caplog.text
+
+
+async def test_keys_take_turns_sequence_by_sequence(tmp_path: Path) -> None:
+    async with running(tmp_path, 1, SHARD) as (engine, [shard], _):
+        shard.encoding.clear()
+        asked = [asking(f"{number}", f"{number}b", key=b"many") for number in range(4)]
+        tasks = [asyncio.create_task(run(engine, each)) for each in asked]
+        await holds(lambda: shard.num_encoding == 1, "the first is encoded")
+        other = [asking(name, key=b"few") for name in ("x", "y")]
+        tasks += [asyncio.create_task(run(engine, each)) for each in other]
+        await holds(lambda: len(engine._media._waiting) == 6, "all wait")
+        shard.encoding.set()
+        assert await asyncio.gather(*tasks) == [expected(each) for each in asked + other]
+        order = ["0", "0b", "x", "1", "1b", "y", "2", "2b", "3", "3b"]
+        assert shard.media_encodes == [key_of(name) for name in order]
+
+
 async def test_an_item_that_a_sequence_holds_is_never_dropped(tmp_path: Path) -> None:
     async with running(tmp_path, 1, SMALL) as (engine, [shard], _):
         shard.delay = lambda: 0.002

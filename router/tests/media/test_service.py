@@ -17,6 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from funitel.proto.errors import InvalidRequest, Overloaded, StartupError
 from funitel.proto.step import MediaKind
+from funitel.proto.step_socket import MAX_BYTES
 from funitel.router.media import service as services
 from funitel.router.media.families import family_of
 from funitel.router.media.images import ImageProcessor
@@ -362,3 +363,56 @@ async def test_the_event_loop_goes_on_while_large_images_are_processed(make: Ser
     assert len(item.input.values) > 40_000_000
     assert sorted(gaps)[len(gaps) * 99 // 100] < 0.1
     assert max(gaps) < 0.5  # a busy machine's
+
+
+async def test_a_request_ends_with_the_image_that_is_too_much(make: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files may be large images: the memory of all of them must not be taken before they are refused."""
+    service = make()
+    files = [file_of(Image.new("RGB", (560, 560), (shade, 0, 0))) for shade in range(20)]
+    size = len((await prepared(service, files[0])).input.values)
+    monkeypatch.setattr(services, "MAX_REQUEST_BYTES", 4 * size)
+    done = 0
+    run = service._processes.run_attached
+
+    async def counted(*task: Any) -> Any:
+        nonlocal done
+        found = await run(*task)
+        done += 1
+        return found
+
+    monkeypatch.setattr(service._processes, "run_attached", counted)
+    message = await refusal_of(service, *[source(data) for data in files])
+    assert f"have more than {5 * size - 1} bytes when processed, at most {4 * size} are taken" in message
+    assert done <= 4 + services.ITEMS_AT_ONCE
+    assert len(await service.prepare([source(data) for data in files[:4]], OWNER)) == 4
+    assert not service._preparing_bytes
+
+
+async def refusal_of(service: MediaService, *sources: MediaSource) -> str:
+    """Of a request of which any image may be the one at fault."""
+    with pytest.raises(InvalidRequest) as caught:
+        await service.prepare(sources, OWNER)
+    return caught.value.message
+
+
+async def test_requests_that_are_prepared_take_bounded_memory_of_each_key_and_of_all(
+    make: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make()
+    files = [file_of(Image.new("RGB", (560, 560), (shade, 0, 0))) for shade in range(8)]
+    size = len((await prepared(service, files[0])).input.values)
+    monkeypatch.setattr(services, "MAX_OWN_BYTES", 6 * size)
+    monkeypatch.setattr(services, "MAX_PREPARING_BYTES", 7 * size)
+    owners = [b"one", b"one", b"two"]
+    results = await asyncio.gather(
+        *(service.prepare([source(data) for data in files[:5]], owner) for owner in owners), return_exceptions=True
+    )
+    refused = [result for result in results if isinstance(result, Overloaded)]
+    assert 1 <= len(refused) < 3
+    assert all(isinstance(result, list | Overloaded) for result in results)
+    assert not service._preparing_bytes
+    assert len(await service.prepare([source(data) for data in files], b"one")) == 8  # one alone is served
+
+
+def test_a_processed_image_fits_into_a_message_to_a_shard() -> None:
+    assert services.MAX_PROCESSED_BYTES + (1 << 16) < MAX_BYTES

@@ -99,7 +99,7 @@ class Executor:
         """
         self.runner.sleep_state.check_awake()
         self.clear()
-        self.adapters.clear()  # a router that begins anew knows of none
+        self._clear_aside()  # a router that begins anew knows of none
         self.batches.max_prefill_tokens = limits.max_prefill_tokens
         return self.profiler.run(starts, limits)
 
@@ -189,10 +189,14 @@ class Executor:
         if num_rows := len(self.batches.table):
             raise WrongState(f"the shard cannot sleep: {num_rows} sequences are here; finish them, or clear the cache")
         self.batches.clear()
+        self._clear_aside()
+        self.profiler.free()
+
+    def _clear_aside(self) -> None:
+        """Drop what was loaded and encoded beside the steps: adapters, and features of media."""
         self.adapters.clear()
         if self.media is not None:
             self.media.clear()
-        self.profiler.free()
 
     def wake(self) -> None:
         """Put the weights back where they were; Warmup comes next. Raises ResourceExhausted: see `SleepState.wake`."""

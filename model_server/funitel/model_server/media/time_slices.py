@@ -2,10 +2,12 @@
 
 Steps come first. Behind a step the encoder has a slice of time, a share of what the step took, in which a step that
 comes waits. So the gaps between steps grow by that share at most, and by one part of the encoder's work; and the
-encoder never starves. While no step comes it computes without a break.
+encoder never starves. A step of a long prompt is no reason for a long slice: the next token of each stream is late
+already. While no step comes the encoder computes without a break.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition
@@ -13,6 +15,9 @@ from threading import Condition
 SLICE_SHARE = 0.8
 """Of the duration of a step: what the encoder has behind it."""
 MIN_SLICE_SECONDS = 0.002
+MAX_SLICE_SECONDS = 0.05
+"""A slice may be longer where even the shortest of the last `NUM_RECENT` steps takes longer."""
+NUM_RECENT = 8
 
 
 class TimeSlices:
@@ -31,6 +36,7 @@ class TimeSlices:
         self._slice_end = 0.0  # no step begins before it while the encoder has work
         self._part_begin = 0.0
         self._num_encoding = 0  # encodings that are begun and not ended
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the last steps
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -47,8 +53,9 @@ class TimeSlices:
             with self._changed:
                 end = self._clock()
                 self._is_stepping = False
+                self._recent.append(end - begin)
                 if self._num_encoding:  # its thread takes the turn now, whichever wakes first
-                    self._slice_end = end + max(MIN_SLICE_SECONDS, SLICE_SHARE * (end - begin))
+                    self._slice_end = end + self._slice(end - begin)
                     self._part_begin, self._is_encoding = end, True
                     self._changed.notify_all()
 
@@ -79,6 +86,11 @@ class TimeSlices:
             self._is_encoding = False
             self._changed.notify_all()
             self._take_turn()
+
+    def _slice(self, step_seconds: float) -> float:
+        """Seconds for the encoder behind a step, the last of the recent ones."""
+        longest = max(MAX_SLICE_SECONDS, SLICE_SHARE * min(self._recent))
+        return max(MIN_SLICE_SECONDS, min(SLICE_SHARE * step_seconds, longest))
 
     def _take_turn(self) -> None:
         """Wait for the end of a step that waits or runs; the lock is held."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from funitel.proto.errors import FunitelError, MalformedBody
+from funitel.proto.errors import FunitelError, MalformedBody, PayloadTooLarge
 from funitel.proto.printable import shortened
 from funitel.router.batch.records import BatchError, BatchRequest, RequestResult
+from funitel.router.core.text_bytes import check_text_bytes
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 MAX_ERRORS = 100  # that are reported of one file
@@ -113,7 +114,10 @@ def _check_line(line: _Line, rules: InputRules, seen: dict[str, int]) -> str | B
     if line.length - line.content.endswith(b"\n") > rules.max_line_bytes:
         return wrong("request_too_large", f"a line has at most {rules.max_line_bytes} bytes. Given: {line.length}")
     try:
+        check_text_bytes(line.content, rules.max_line_bytes)
         request = parse_object(line.content)
+    except PayloadTooLarge as error:
+        return wrong("request_too_large", error.message)
     except MalformedBody as error:
         return wrong("invalid_json_line", error.message)
     custom_id = request.get("custom_id")

@@ -84,7 +84,7 @@ async def _render_prompt(service: Service, call: ChatCall, field: str) -> ChatPr
     media = await prepare_media(service, [source for message in messages for source in message.media])
     rendered = await service.tokenizer.chat_prompt(
         [_variables(message, template) for message in messages],
-        markers=_markers(service, template) if media else None,
+        markers=_markers(service, template),
         tools=[_tool_variables(tool) for tool in tools] if tools and knows_tools else None,
         variables=_template_variables(call, template),
         continues=_continues(call),
@@ -120,7 +120,9 @@ def _markers(service: Service, template: str) -> MediaMarkers | None:
         return None
     kinds = sorted(service.media_kinds)
     inline = {} if _writes_media(template) else {NOUNS_IN_TEMPLATES[kind]: media.prompt_marker(kind) for kind in kinds}
-    return MediaMarkers(tuple(media.marker(kind) for kind in kinds), inline)
+    hidden = [media.marker(kind) for kind in kinds]
+    hidden += [service.tokenizer.token_text(token) for token in media.placeholders.values()]
+    return MediaMarkers(tuple(dict.fromkeys(hidden)), inline)
 
 
 @lru_cache(maxsize=8)

@@ -1,14 +1,16 @@
 """The media items that the shards of one replica have encoded: encoded when they are wanted, evicted for others.
 
 A sequence *holds* its items from before it is queued to its end: after a preemption their features are needed again.
-Sequences that wait are served in the order they came, those of batches behind all others; items are encoded one by one.
-Only the first one that waits makes room, by eviction of the items that no sequence holds, the least recently used
-first; it holds nothing itself while it waits, so that sequences never wait for each other. Event loop only.
+Sequences that wait are served one after the other, those of batches behind all others; API keys take turns, so that one
+of many images delays others by one sequence. Items are encoded one by one. Only the sequence that is served makes room,
+by eviction of the items that no sequence holds, the least recently used first; it holds nothing itself while it waits,
+so that sequences never wait for each other. Event loop only.
 """
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,6 +46,7 @@ class _Waiting:
     """A sequence that waits for its items."""
 
     inputs: dict[bytes, MediaInput]
+    api_key: bytes
     is_background: bool
     future: "asyncio.Future[None]"
 
@@ -72,6 +75,8 @@ class EncoderCache:
         self._items: dict[bytes, _Item] = {}  # by key; the least recently used first
         self._held: dict[int, tuple[bytes, ...]] = {}  # by sequence
         self._waiting: dict[int, _Waiting] = {}  # by sequence; in the order they came
+        self._served: int | None = None  # the sequence that items are encoded for
+        self._turns: Counter[bytes] = Counter()  # by API key: sequences that were served while others waited
         self._num_bytes = 0  # of all items
         self._is_encoding = self._is_short = False  # the first that waits needs room that is held
         self._tasks = Tasks()
@@ -93,7 +98,9 @@ class EncoderCache:
         self._hold(user, dict.fromkeys(each.key for each in media))
         return True
 
-    async def wait(self, user: int, media: Sequence[MediaInput], *, is_background: bool = False) -> None:
+    async def wait(
+        self, user: int, media: Sequence[MediaInput], api_key: bytes = b"", *, is_background: bool = False
+    ) -> None:
         """Return once a sequence holds its items; leaving early, and `release`, end the wait.
 
         Raises:
@@ -110,7 +117,10 @@ class EncoderCache:
             most = self._facts.cache_bytes
             raise InvalidRequest(f"features of the images take {needed} bytes, the shards keep at most {most}")
         future = asyncio.get_running_loop().create_future()
-        self._waiting[user] = _Waiting(inputs, is_background, future)
+        others = {each.api_key for each in self._waiting.values()}
+        if api_key not in others:  # no turns are saved up while nothing waits
+            self._turns[api_key] = min((self._turns[other] for other in others), default=0)
+        self._waiting[user] = _Waiting(inputs, api_key, is_background, future)
         self._advance()
         try:
             await future
@@ -147,13 +157,14 @@ class EncoderCache:
         """Serve the ones that wait, in turn, until one needs an item that is encoded first."""
         self._is_short = False
         while self._waiting and not (self._is_encoding or self._is_closed):
-            user = next((user for user, each in self._waiting.items() if not each.is_background), None)
-            if user is None:
-                user = next(iter(self._waiting))
+            user = self._served = self._next()
             waiting = self._waiting[user]
             missing = next((each for key, each in waiting.inputs.items() if key not in self._items), None)
             if missing is None:
                 del self._waiting[user]
+                self._turns[waiting.api_key] += 1
+                if not self._waiting:
+                    self._turns.clear()
                 self._hold(user, waiting.inputs)
                 if not waiting.future.done():
                     waiting.future.set_result(None)
@@ -164,6 +175,14 @@ class EncoderCache:
                 return
             self._is_encoding = True
             self._tasks.start(self._encode(user, missing, evicted))
+
+    def _next(self) -> int:
+        """The sequence to serve: the one that was, else the first of the API key that had the fewest turns."""
+        eager = [user for user, each in self._waiting.items() if not each.is_background]
+        users = eager or list(self._waiting)
+        if self._served in users:
+            return self._served
+        return min(users, key=lambda user: self._turns[self._waiting[user].api_key])
 
     def _hold(self, user: int, keys: dict[bytes, object] | dict[bytes, MediaInput]) -> None:
         if user in self._held:

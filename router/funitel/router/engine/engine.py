@@ -268,7 +268,7 @@ class Engine:
                 await self._adapters.wait(sequence.id, adapter, is_background=is_background(request.key))
             if self._media is not None and request.media and sequence in self.requests:
                 media = [each.input for each in request.media]
-                await self._media.wait(sequence.id, media, is_background=is_background(request.key))
+                await self._media.wait(sequence.id, media, request.key, is_background=is_background(request.key))
             if self._steps.has_ended:
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:

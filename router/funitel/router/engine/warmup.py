@@ -83,6 +83,8 @@ async def start(
         max_beams=_max_beams(settings, state_slots) if forks else 0,
         eos_token_ids=replica.info.eos_token_ids,
     )
+    if media_ranks is not None and not is_chunked and replica.info.media is not None:
+        logger.warning("images are refused: they need shards that compute prompts in chunks (--prefill-chunking)")
     if media_ranks is not None and is_chunked:
         limits = with_media(limits, replica, min(settings.max_batch_prefill_tokens, limits.pool_tokens))
     policy = SchedulerPolicy(

@@ -11,7 +11,7 @@ from funitel.router.media.processor import LARGE_BYTES, digest, run
 from funitel.router.sandbox.pool import SandboxPool
 from funitel.router.settings import RouterSettings
 
-MAX_PROCESSED_BYTES = 256 << 20  # of one image
+MAX_PROCESSED_BYTES = 255 << 20  # of one image: less than a message to a shard may have
 TIME_LIMIT_SECONDS = 60.0
 CPU_LIMIT_SECONDS = 20.0
 NICENESS = 10

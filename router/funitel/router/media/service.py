@@ -26,6 +26,8 @@ from funitel.router.text.model_files import ModelFiles
 ITEMS_AT_ONCE = 4  # of a request
 DETAILS = ("", "auto", "low", "high")
 MAX_REQUEST_BYTES = 1 << 30  # of all processed items of a request
+MAX_OWN_BYTES = 2 << 30  # of processed items of requests that are prepared, for each key
+MAX_PREPARING_BYTES = 4 << 30  # for all
 MAX_WAITING_BYTES = 256 << 20  # of files that wait or are decoded, for each key
 
 
@@ -49,6 +51,7 @@ class MediaService:
         self._fetcher = fetcher or Fetcher(settings)
         self._cache = PreparedCache(settings.media_processed_cache_mb << 20)
         self._waiting_bytes: Counter[bytes] = Counter()  # by key
+        self._preparing_bytes: Counter[bytes] = Counter()  # by key
 
     @classmethod
     def create(cls, settings: RouterSettings, files: ModelFiles, tokenizer: Tokenizer) -> "MediaService | None":
@@ -81,29 +84,44 @@ class MediaService:
 
         Raises:
             InvalidRequest: an item cannot be had, is not of its kind, exceeds a limit, or its kind is not taken.
-            Overloaded: too many items of this owner wait, or no process can be started.
+            Overloaded: too many items of this owner wait, all take too much memory, or no process can be started.
         """
         self._check(sources)
         is_alone = len(sources) == 1
         semaphore = asyncio.Semaphore(ITEMS_AT_ONCE)
+        num_bytes = 0  # of the items that are processed
 
         async def one(source: MediaSource) -> PreparedMedia:
+            nonlocal num_bytes
             async with semaphore:
-                return await self._prepare(source, Call(source.detail or "auto", is_alone), owner)
+                item = await self._prepare(source, Call(source.detail or "auto", is_alone), owner)
+            size = len(item.input.values)
+            self._check_memory(source.place, num_bytes, size, owner)
+            num_bytes += size
+            self._preparing_bytes[owner] += size
+            return item
 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(source)) for source in sources]
         except BaseExceptionGroup as problems:
             raise problems.exceptions[0] from None
-        prepared = [task.result() for task in tasks]
-        if (size := sum(len(item.input.values) for item in prepared)) > MAX_REQUEST_BYTES:
+        finally:
+            self._preparing_bytes[owner] -= num_bytes
+            self._preparing_bytes = +self._preparing_bytes
+        return [task.result() for task in tasks]
+
+    def _check_memory(self, place: str, num_bytes: int, size: int, owner: bytes) -> None:
+        """Raise where an item of `size` bytes more is too much for a request of `num_bytes`, or for all of them."""
+        if num_bytes + size > MAX_REQUEST_BYTES:
             raise InvalidRequest(
-                f"the {len(prepared)} images and sounds have {size} bytes when processed: "
-                f"at most {MAX_REQUEST_BYTES} are taken",
-                sources[0].place,
+                f"`{place}`: the images and sounds of the request have more than {num_bytes + size - 1} bytes when "
+                f"processed, at most {MAX_REQUEST_BYTES} are taken",
+                place,
             )
-        return prepared
+        own, others = self._preparing_bytes[owner], self._preparing_bytes.total()
+        if own > num_bytes and own + size > MAX_OWN_BYTES or others > num_bytes and others + size > MAX_PREPARING_BYTES:
+            raise Overloaded(": the images of requests that are prepared take too much memory", reason="media")
 
     def _check(self, sources: Sequence[MediaSource]) -> None:
         most = self._settings.max_media_items

@@ -1,7 +1,9 @@
 """The media of a prompt on their way to the engine: checked against the model, prepared, placed among its tokens."""
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest
@@ -73,10 +75,17 @@ def placed(
     """Return the tokens of a prompt with all placeholders, and the places of its items.
 
     Raises:
-        InvalidRequest: an item has more tokens than a step can have, where its tokens must be in one step.
+        InvalidRequest: an item has more tokens than a step can have, where its tokens must be in one step; or a token
+            stands for an item that is not there.
     """
     media = service.media
-    if media is None or not prepared:
+    if media is None:
+        return tuple(ids), ()
+    if not prepared:
+        for kind, token in media.placeholders.items():
+            if token in ids:
+                noun, text = NOUNS[kind], service.tokenizer.token_text(token)
+                raise InvalidRequest(f"`{field}` has a token that stands for an {noun}, {text}, and no {noun}", field)
         return tuple(ids), ()
     expanded, items = media.place(ids, prepared, field)
     most = service.engine.limits.max_span_tokens
@@ -87,6 +96,21 @@ def placed(
             field,
         )
     return tuple(expanded), items
+
+
+def owned(media: tuple[RequestMedia, ...], owner: bytes, salt: str) -> tuple[RequestMedia, ...]:
+    """The media of a prompt as those of an owner and a salt, which share no cached features with others.
+
+    The time of an answer would tell others that an image was here. Without owner and salt all share them.
+    """
+    if not (owner or salt):
+        return media
+    root = hashlib.sha256(owner + salt.encode()).digest()
+    found = []
+    for each in media:
+        key = hashlib.sha256(root + each.input.key).digest()
+        found.append(RequestMedia(replace(each.span, key=key), replace(each.input, key=key)))
+    return tuple(found)
 
 
 def with_all_rows(service: Service, rows: str, prepared: Prepared) -> str:

@@ -11,7 +11,7 @@ from funitel.router.core.stream import Timings
 from funitel.router.media.interface import PreparedMedia
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.beam_request import check_beams, with_beams, without_sampling
-from funitel.router.serving.media import num_repeated, placed
+from funitel.router.serving.media import num_repeated, owned, placed
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import (
@@ -136,6 +136,7 @@ async def prepare(
         await service.grammars.check(grammar, field)
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     context = request_context.current()
+    cache_owner = b"" if service.settings.share_prefixes else arrived.cache_owner
     request = replace(
         request,
         adapter=adapter,
@@ -144,7 +145,8 @@ async def prepare(
         deadline=arrived.deadline,
         request_id=context.request_id,
         key_name=context.key_name,
-        cache_owner=b"" if service.settings.share_prefixes else arrived.cache_owner,
+        cache_owner=cache_owner,
+        media=owned(request.media, cache_owner, request.cache_salt),
     )
     context.operation, context.request = "text_completion", context.request or request
     return GenerationJob(service, request, arrived)
@@ -181,9 +183,10 @@ async def _checked(
     sampling = with_default_stops(sampling, service.settings)
     language = sampling.target_language
     first_token = None if language is None else tokenizer.languages.token(language)
-    input_ids, media = prompt.ids, tuple[RequestMedia, ...]()
-    if input_ids is None:
-        field = names.get("inputs", "inputs")
+    input_ids, media, field = prompt.ids, tuple[RequestMedia, ...](), names.get("inputs", "inputs")
+    if input_ids is not None:
+        placed(service, input_ids, (), field)
+    else:
         more = num_repeated(prompt.media)
         try:
             input_ids = await tokenizer.encode(

@@ -126,6 +126,10 @@ class Tokenizer:
         """Tokens that tokenizer and model both know, special ones included; ids are below it."""
         return self._num_tokens
 
+    def token_text(self, token_id: int) -> str:
+        """What a token is written as in the vocabulary; empty for an unknown one."""
+        return str(self.pool.tokenizer.id_to_token(token_id) or "")
+
     async def encode(
         self,
         text: str,

@@ -28,6 +28,7 @@ from funitel.router.api.common.error_codes import openai_code
 from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy
 from funitel.router.api.common.schema_base import Body, unsupported_type
 from funitel.router.core import request_context
+from funitel.router.core.text_bytes import check_text_bytes
 from funitel.router.middleware.auth import check_model
 from funitel.router.middleware.operation import route_of
 from funitel.router.serving.service import Service
@@ -91,7 +92,9 @@ async def read_json(request: Request, limit: int) -> Any:
     scope = request.scope
     if _PARSED not in scope:
         await receive_body(request, limit)
-        content, scope[_NUM_VALUES] = _parse_json(scope.pop(_RAW))
+        raw = scope.pop(_RAW)
+        check_text_bytes(raw, limit)
+        content, scope[_NUM_VALUES] = _parse_json(raw)
         if isinstance(content, dict):
             check_model(scope, content.get("model"))
         scope[_PARSED] = content
