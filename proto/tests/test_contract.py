@@ -156,13 +156,16 @@ OUR_MESSAGES |= {"DecodingStrategy", "StrategyMemory", "StateSave", "StoredBlock
 OUR_MESSAGES |= {f"{call}Adapter{kind}" for call in ("Load", "Unload") for kind in ("Request", "Response")}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_MESSAGES |= {f"{call}{kind}" for call in ("Sleep", "Wake") for kind in ("Request", "Response")}
+OUR_MESSAGES |= {f"{call}Media{kind}" for call in ("Encode", "Drop") for kind in ("Request", "Response")}
+OUR_MESSAGES |= {"MediaFacts", "MediaSpan"}
 OUR_ENUMS = {
     "EncoderTask": {
         "ENCODER_TASK_EMBED": 0,
         "ENCODER_TASK_CLASSIFY": 1,
         "ENCODER_TASK_FILL": 2,
         "ENCODER_TASK_EMBED_ALL": 3,
-    }
+    },
+    "MediaKind": {"MEDIA_KIND_IMAGE": 0, "MEDIA_KIND_AUDIO": 1},
 }
 
 Fields = dict[int, str]

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-H", "--header", action="append", default=[])
     parser.add_argument("-d", "--data", "--data-raw", "--data-binary", dest="data")
     parser.add_argument("--json", dest="json")
+    parser.add_argument("-F", "--form", action="append", default=[])
     parser.add_argument("url")
     return parser
 
@@ -65,8 +66,11 @@ def check_curl(words: Sequence[str]) -> None:
     if url.port in FOREIGN_PORTS:
         return
     data = call.json if call.json is not None else call.data
-    method = call.method or ("GET" if data is None else "POST")
+    method = call.method or ("GET" if data is None and not call.form else "POST")
     operation = route(method, url.path)
+    if call.form:
+        _check_form(call.form, operation)
+        return
     if data is None:
         if operation.body is not None:
             raise ValueError(f"{method} {url.path} needs a body")
@@ -89,6 +93,20 @@ def route(method: str, path: str) -> Operation:
         if operation.method == method and re.fullmatch(pattern, path or "/"):
             return operation
     raise ValueError(f"no route has {method} {path}")
+
+
+def _check_form(parts: Sequence[str], operation: Operation) -> None:
+    """Raise ValueError where a form has a part that the route does not take, or lacks one that it needs."""
+    if operation.form is None:
+        raise ValueError(f"{operation.method} {operation.path} takes no form")
+    known = operation.form.model_fields
+    names = {part.partition("=")[0] for part in parts}
+    missing = {name for name, field in known.items() if field.is_required()} - names
+    aliases = {field.alias for field in known.values()}
+    if unknown := names - known.keys() - aliases:
+        raise ValueError(f"{operation.path}: the form has {', '.join(sorted(unknown))}, which the route does not take")
+    if missing:
+        raise ValueError(f"{operation.path}: the form lacks {', '.join(sorted(missing))}")
 
 
 def check_body(operation: Operation, content: Any) -> None:

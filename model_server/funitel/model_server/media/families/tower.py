@@ -43,9 +43,7 @@ def load_tower(name: str, left_out: Sequence[str], folder: Path, weights: Weight
     for own, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found = _name_here(weights, own) if own in kept else None
         if found is None and isinstance(tensor, torch.nn.Parameter):
-            raise WeightsError(
-                f"the checkpoint lacks tensor {own} of the tower; --media-cache-gb 0 serves text alone"
-            )
+            raise WeightsError(f"the checkpoint lacks tensor {own} of the tower; --media-cache-gb 0 serves text alone")
         if found is None:
             value = torch.empty(tensor.shape, dtype=tensor.dtype)  # filled below
         else:
