@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.router.media import service
+from funitel.router.sandbox.pool import SandboxPool
 from funitel_testing import fuzz_images, fuzz_inputs
 
 COUNT = 300
@@ -25,7 +25,7 @@ async def test_what_the_mutants_look_for_is_noticed(tmp_path: Path, monkeypatch:
         async def nothing(*_: object) -> tuple[list[int], bytes]:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(service.SandboxPool, "run_attached", nothing)
+        monkeypatch.setattr(SandboxPool, "run_attached", nothing)
         result = await fuzz_inputs._result(tries["images"], random.Random(0))
     assert result["outcome"] == "ZeroDivisionError"
 

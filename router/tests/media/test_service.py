@@ -20,7 +20,7 @@ from funitel.proto.step import MediaKind
 from funitel.proto.step_socket import MAX_BYTES
 from funitel.router.media import service as services
 from funitel.router.media.families import family_of
-from funitel.router.media.images import ImageProcessor
+from funitel.router.media.images import MAX_PROCESSED_BYTES, ImageProcessor
 from funitel.router.media.interface import MediaSource, PreparedMedia
 from funitel.router.media.planners import SmartResize
 from funitel.router.media.service import MediaService
@@ -372,7 +372,7 @@ async def test_a_request_ends_with_the_image_that_is_too_much(make: Services, mo
     size = len((await prepared(service, files[0])).input.values)
     monkeypatch.setattr(services, "MAX_REQUEST_BYTES", 4 * size)
     done = 0
-    run = service._processes.run_attached
+    run = image_processes(service).run_attached
 
     async def counted(*task: Any) -> Any:
         nonlocal done
@@ -380,7 +380,7 @@ async def test_a_request_ends_with_the_image_that_is_too_much(make: Services, mo
         done += 1
         return found
 
-    monkeypatch.setattr(service._processes, "run_attached", counted)
+    monkeypatch.setattr(image_processes(service), "run_attached", counted)
     message = await refusal_of(service, *[source(data) for data in files])
     assert f"have more than {5 * size - 1} bytes when processed, at most {4 * size} are taken" in message
     assert done <= 4 + services.ITEMS_AT_ONCE
@@ -415,4 +415,4 @@ async def test_requests_that_are_prepared_take_bounded_memory_of_each_key_and_of
 
 
 def test_a_processed_image_fits_into_a_message_to_a_shard() -> None:
-    assert services.MAX_PROCESSED_BYTES + (1 << 16) < MAX_BYTES
+    assert MAX_PROCESSED_BYTES + (1 << 16) < MAX_BYTES

@@ -86,10 +86,10 @@ GROUPS: tuple[SettingGroup, ...] = (
     ),
     _group(
         "media",
-        "Images in requests",
-        "allowed_media_domains",
-        "max_image_fetch_size max_media_items max_media_pixels media_processed_cache_mb media_fetch_timeout_s "
-        "allow_private_media_addresses",
+        "Images and sounds in requests",
+        "",
+        "allowed_media_domains max_image_fetch_size max_media_items max_media_pixels media_processed_cache_mb "
+        "media_fetch_timeout_s allow_private_media_addresses max_audio_bytes max_audio_seconds",
     ),
     _group("batches", "Batches", "batch_dir", "max_batch_requests max_batch_file_bytes"),
     _group(
@@ -97,7 +97,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Behaviour of the APIs",
         "",
         "tool_call_parser reasoning_parser chat_special_tokens enable_prefill_logprobs disable_grammar_support "
-        "strict_fields openai_errors max_audio_bytes max_audio_seconds "
+        "strict_fields openai_errors "
         "watermark_gamma watermark_delta aip_predict_route aip_health_route compute_type git_sha docker_label",
     ),
     _group(
