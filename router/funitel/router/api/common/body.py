@@ -192,8 +192,10 @@ def has_upload(scope: Scope) -> bool:
 
 
 def upload_of(scope: Scope) -> Upload:
-    """The file of a request that was received."""
-    upload: Upload = scope[_UPLOAD]
+    """The file of a request that was received. Raises UnsupportedMediaType where its body is another one."""
+    upload: Upload | None = scope.get(_UPLOAD)
+    if upload is None:
+        raise UnsupportedMediaType("content-type must be multipart/form-data, with a part `file`")
     return upload
 
 
