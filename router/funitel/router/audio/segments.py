@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 RATE = 16_000  # samples in a second that a model hears
 HOP = 160  # of these in a frame of a spectrogram
+WINDOW = 400  # samples of a spectrum
+WINDOW_SECONDS = 30
 FRAMES_PER_SECOND = RATE // HOP
 SECONDS_PER_TIMESTAMP = 0.02
 FRAMES_PER_TIMESTAMP = 2

@@ -7,10 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from funitel.router.audio.segments import HOP, RATE
+from funitel.router.audio.segments import HOP, RATE, WINDOW, WINDOW_SECONDS
 
-WINDOW = 400
-WINDOW_SECONDS = 30
 _FRAMES_AT_ONCE = 4096
 _FLOOR = 1e-10
 

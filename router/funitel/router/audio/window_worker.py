@@ -11,8 +11,8 @@ import numpy as np
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.audio.decoder import decode
-from funitel.router.audio.segments import RATE
-from funitel.router.audio.spectrogram import WINDOW_SECONDS, log_mel
+from funitel.router.audio.segments import RATE, WINDOW_SECONDS
+from funitel.router.audio.spectrogram import log_mel
 from funitel.router.sandbox.worker import AttachedAnswer, serve_attached
 
 _NAME = "the sound"

@@ -4,9 +4,8 @@ import json
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import MediaInput, MediaKind
-from funitel.router.audio.segments import FRAMES_PER_SECOND
+from funitel.router.audio.segments import FRAMES_PER_SECOND, WINDOW_SECONDS
 from funitel.router.audio.service import BASE_BYTES, BYTES_PER_FRAME, DECODE_SECONDS
-from funitel.router.audio.spectrogram import WINDOW_SECONDS
 from funitel.router.media.interface import PreparedMedia
 from funitel.router.media.plan import Call
 from funitel.router.media.processor import LARGE_BYTES, digest, run
