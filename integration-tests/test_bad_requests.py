@@ -168,7 +168,7 @@ WRONG_CHATS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "content a number": (chat({"role": "user", "content": 5}), ("messages.0.content",)),
     "content an image": (
         chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
-        ("messages.0.content.0.type", "image_url"),
+        ("messages.0.content.0.image_url", "image_url"),
     ),
     "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', ("messages.0.content",)),
     "max_tokens 0": (chat(max_tokens=0), ("max_tokens",)),
