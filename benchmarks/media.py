@@ -119,7 +119,7 @@ _instants: dict[str, list[float]] = {}
 async def _long(client: httpx.AsyncClient, prompt: str) -> None:
     answer = Answer()
     _instants[prompt] = answer.instants
-    await stream(client, prompt, answer=answer, max_new_tokens=3000, ignore_eos_token=True)
+    await stream(client, prompt, answer=answer, max_new_tokens=1500, ignore_eos_token=True)
 
 
 def spread(values: list[float]) -> list[float]:
@@ -141,6 +141,7 @@ def main() -> None:
         flags = ("--model-id", str(model), "--hostname", "127.0.0.1", *given.flags)
         with serving(folder, *flags) as server:
             of_turns = asyncio.run(turns(server, given.rounds))
+            print({kind: spread(values) for kind, values in of_turns.items()}, flush=True)
             of_gaps = asyncio.run(gaps(server, given))
     ratio = statistics.median(b / a for a, b in zip(of_gaps["alone"], of_gaps["beside"], strict=True))
     print(
