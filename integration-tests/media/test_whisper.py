@@ -1,7 +1,10 @@
 """Whisper through the whole server: texts, languages and times equal those of transformers."""
 
+import asyncio
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ import httpx
 import numpy as np
 import pytest
 
+from funitel_testing.clients import client_of
 from funitel_testing.servers import PLAIN, Server
-from funitel_testing.sound_files import fields_of, flac, wav
+from funitel_testing.sound_files import fields_of, flac, silent_mp3, wav
 from funitel_testing.soundness import refusal_of
 from funitel_testing.whisper_models import LANGUAGE_NAMES, RATE, Heard, WhisperOracle, save_tiny_whisper, sound
 
@@ -19,7 +23,7 @@ UNTIMED = ("json", "text")  # formats for which a sound of one window is written
 TIME_ERROR = 0.011  # seconds, by which times may differ: they are written with two or three digits
 SHORT = [sound(4, 0), sound(3, 1), sound(12, 2), sound(3, 3)]
 WINDOW = sound(30, 1)
-LONG = sound(47, 4)
+LONG = sound(47, 2)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,34 @@ def segments_of(answer: dict[str, Any]) -> list[tuple[float, float, str]]:
 # Equal to transformers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("language", [None, "de", "fr"])
+def test_one_window(language: str | None, server: Server, oracle_of: WhisperOracle) -> None:
+    fields = {} if language is None else {"language": language}
+    expected = [oracle_of.hear(each, language=language, is_timed=False).text.strip() for each in SHORT]
+    assert len(set(expected)) == len(SHORT), "the oracle hears no difference"
+    assert [text_of(server, each, **fields) for each in SHORT] == expected
+
+
+def test_one_window_with_times(server: Server, oracle_of: WhisperOracle) -> None:
+    heard = oracle_of.hear(WINDOW)
+    answer = answer_of(server, WINDOW, response_format="verbose_json")
+    assert answer["text"].strip() == heard.text.strip()
+    assert_segments(segments_of(answer), times_of(heard))
+
+
+@pytest.mark.parametrize(("seconds", "seed"), [(47, 2), (75, 5)])
+def test_several_windows(seconds: int, seed: int, server: Server, oracle_of: WhisperOracle) -> None:
+    samples = sound(seconds, seed)
+    heard = oracle_of.hear(samples)
+    assert heard.text.strip()
+    assert max(begin for begin, _, _ in heard.segments) > 30, "the second window says nothing"
+    assert text_of(server, samples) == heard.text.strip()
+    answer = answer_of(server, samples, response_format="verbose_json")
+    assert answer["text"].strip() == heard.text.strip()
+    assert_segments(segments_of(answer), times_of(heard))
+    assert answer["duration"] == pytest.approx(seconds, abs=0.1)
+
+
 def test_languages_are_detected(server: Server, oracle_of: WhisperOracle) -> None:
     expected = [oracle_of.hear(each, is_timed=False).language for each in SHORT]
     assert len(set(expected)) > 1, "the oracle hears one language"
@@ -106,6 +138,39 @@ def test_a_language_may_be_given_by_code_or_name(server: Server) -> None:
         assert "language" in refusal_of(by_name)
     verbose = answer_of(server, SHORT[0], language="de", response_format="verbose_json")
     assert verbose["language"] in ("de", "german")
+
+
+def test_translations(server: Server, oracle_of: WhisperOracle) -> None:
+    for samples in (SHORT[0], SHORT[2]):
+        expected = oracle_of.hear(samples, task="translate", is_timed=False).text.strip()
+        assert text_of(server, samples, "translations") == expected
+    heard = oracle_of.hear(LONG, task="translate")
+    assert text_of(server, LONG, "translations") == heard.text.strip()
+    verbose = answer_of(server, LONG, "translations", response_format="verbose_json")
+    assert_segments(segments_of(verbose), times_of(heard))
+    assert verbose.get("task", "translate") == "translate"
+
+
+def test_a_prompt_comes_before(server: Server, oracle_of: WhisperOracle) -> None:
+    heard = oracle_of.hear(SHORT[0], language="en", is_timed=False, prompt="hello there")
+    without = oracle_of.hear(SHORT[0], language="en", is_timed=False)
+    assert heard.text != without.text, "the oracle takes no notice"
+    assert text_of(server, SHORT[0], language="en", prompt="hello there") == heard.text.strip()
+
+
+async def test_sounds_at_once_are_as_alone(server: Server) -> None:
+    sounds = [*SHORT, LONG, WINDOW]
+    alone = [text_of(server, each) for each in sounds]
+    async with client_of(server.url) as client:
+
+        async def one(samples: np.ndarray) -> str:
+            files = {"file": ("sound.wav", wav(samples), "audio/wav")}
+            answer = await client.post("/v1/audio/transcriptions", files=files, data={"model": "any"})
+            assert answer.status_code == 200, answer.text
+            text: str = answer.json()["text"]
+            return text.strip()
+
+        assert await asyncio.gather(*map(one, sounds * 2)) == alone * 2
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -133,6 +198,12 @@ def test_other_rates_are_resampled(rate: int, server: Server) -> None:
     assert answer["duration"] == pytest.approx(2, abs=0.05)
 
 
+def test_silence_of_an_mp3(server: Server, oracle_of: WhisperOracle) -> None:
+    silence = np.zeros(RATE, np.float32)
+    expected = oracle_of.hear(silence, is_timed=False).text.strip()
+    assert text_of(server, silence) == text_of(server, silent_mp3(42)) == expected
+
+
 @pytest.mark.parametrize("samples", [1, 100, 479999, 480000, 480001])
 def test_lengths_at_the_edges_of_a_window(samples: int, server: Server) -> None:
     answer = answer_of(server, sound(31, 9)[:samples], response_format="verbose_json")
@@ -151,12 +222,33 @@ def test_json_and_text(server: Server) -> None:
     assert plain.text.strip() == record["text"].strip() == text_of(server, SHORT[0])
 
 
-CLOCK = r"(\d\d):(\d\d):(\d\d)[.,](\d\d\d)"
+@pytest.mark.parametrize("samples", [WINDOW, LONG, SHORT[2]], ids=["window", "long", "short"])
+def test_verbose_json(samples: np.ndarray, server: Server) -> None:
+    answer = answer_of(server, samples, response_format="verbose_json", timestamp_granularities=["segment"])
+    assert answer.get("task", "transcribe") == "transcribe"
+    assert answer["duration"] == pytest.approx(len(samples) / RATE, abs=0.05)
+    segments = answer["segments"]
+    assert segments
+    assert [each["id"] for each in segments] == list(range(len(segments)))
+    previous = 0.0
+    for each in segments:
+        assert previous - TIME_ERROR <= each["start"] <= each["end"] + TIME_ERROR
+        previous = each["start"]
+        assert each["seek"] >= 0
+        assert all(isinstance(token, int) for token in each["tokens"])
+        assert each["temperature"] == 0
+        assert each["avg_logprob"] <= 0
+        assert each["compression_ratio"] > 0
+        assert 0 <= each["no_speech_prob"] <= 1
+    assert "".join(each["text"] for each in segments).strip() == answer["text"].strip()
+
+
+CLOCK = r"(?:(\d\d):)?(\d\d):(\d\d)[.,](\d\d\d)"  # WebVTT, as OpenAI writes it, has hours only where there are some
 CUE = re.compile(rf"{CLOCK} --> {CLOCK}")
 
 
-def seconds_of(hours: str, minutes: str, seconds: str, thousandths: str) -> float:
-    return int(hours) * 3600 + int(minutes) * 60 + int(seconds) + int(thousandths) / 1000
+def seconds_of(hours: str | None, minutes: str, seconds: str, thousandths: str) -> float:
+    return int(hours or 0) * 3600 + int(minutes) * 60 + int(seconds) + int(thousandths) / 1000
 
 
 def cues_of(text: str) -> list[tuple[float, float, str]]:
@@ -174,6 +266,21 @@ def cues_of(text: str) -> list[tuple[float, float, str]]:
     return cues
 
 
+@pytest.mark.parametrize("samples", [WINDOW, LONG], ids=["window", "long"])
+@pytest.mark.parametrize("kind", ["srt", "vtt"])
+def test_subtitles(kind: str, samples: np.ndarray, server: Server) -> None:
+    answer = ask(server, samples, response_format=kind)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/")
+    if kind == "vtt":
+        assert answer.text.startswith("WEBVTT\n\n")
+        assert not re.search(r"\d\d:\d\d,\d\d\d", answer.text)
+    else:
+        assert re.match(r"1\n\d\d:\d\d:\d\d,\d\d\d --> ", answer.text), answer.text[:80]
+    verbose = answer_of(server, samples, response_format="verbose_json")
+    assert_segments([cue for cue in cues_of(answer.text) if cue[2]], segments_of(verbose))
+
+
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """Events of a stream."""
     assert answer.status_code == 200, answer.text
@@ -182,7 +289,42 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+@pytest.mark.parametrize("samples", [SHORT[0], LONG], ids=["short", "long"])
+@pytest.mark.parametrize("task", ["transcriptions", "translations"])
+def test_streams(task: str, samples: np.ndarray, server: Server) -> None:
+    whole = answer_of(server, samples, task)["text"]
+    events = events_of(ask(server, samples, task, stream=True))
+    deltas = [event["delta"] for event in events if event["type"] == "transcript.text.delta"]
+    least = 2 if samples is LONG else 4  # pieces: segments of a sound of several windows, tokens of a short one
+    assert len(deltas) >= least, "it came in one piece"
+    assert events[-1]["type"] == "transcript.text.done"
+    assert {event["type"] for event in events[:-1]} == {"transcript.text.delta"}
+    assert "".join(deltas).strip() == events[-1]["text"].strip() == whole.strip()
+    assert not re.search(r"<\|[^|]*\|>", whole), "a control token is shown"
+
+
 # What goes wrong --------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_shard_changes_nothing(server: Server) -> None:
+    sounds = [sound(150, 4), sound(150, 5), LONG, WINDOW]
+    expected = [text_of(server, each) for each in sounds]
+    returns = server.metrics().get("funitel_replica_returns_total", 0)
+    async with client_of(server.url) as client:
+
+        async def one(samples: np.ndarray) -> str:
+            files = {"file": ("sound.wav", wav(samples), "audio/wav")}
+            answer = await client.post("/v1/audio/transcriptions", files=files, data={"model": "any"})
+            assert answer.status_code == 200, answer.text
+            text: str = answer.json()["text"]
+            return text.strip()
+
+        asking = [asyncio.create_task(one(each)) for each in sounds]
+        await asyncio.to_thread(server.wait_steps, 10)
+        os.kill(server.shard_pids()[0], signal.SIGKILL)
+        assert not all(task.done() for task in asking), "it was killed too late"
+        assert await asyncio.gather(*asking) == expected
+    assert server.metrics()["funitel_replica_returns_total"] == returns + 1
 
 
 WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -212,7 +354,9 @@ def test_wrong_files(server: Server) -> None:
         assert "file" in refusal_of(ask(server, content)), content[:20]
     url = f"{server.url}/v1/audio/transcriptions"
     assert "file" in refusal_of(httpx.post(url, data={"model": "any"}, timeout=30, verify=PLAIN))
-    refusal_of(httpx.post(url, json={"model": "any", "file": "a.wav"}, timeout=30, verify=PLAIN))
+    as_json = httpx.post(url, json={"model": "any", "file": "a.wav"}, timeout=30, verify=PLAIN)
+    assert as_json.status_code == 415
+    assert "multipart/form-data, with the field `file`" in refusal_of(as_json)
     broken = {"content-type": "multipart/form-data; boundary=x"}
     refusal_of(httpx.post(url, content=b"--x\r\nnonsense", headers=broken, timeout=30, verify=PLAIN))
     refusal_of(httpx.post(url, content=b"", headers={"content-type": "multipart/form-data"}, timeout=30, verify=PLAIN))

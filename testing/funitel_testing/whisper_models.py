@@ -85,14 +85,16 @@ def save_tiny_whisper(folder: Path, seed: int = 0, **changes: Any) -> Path:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             if name.endswith("decoder.layer_norm.weight"):
-                parameter.copy_(noise)  # of both signs, or the tied head says again what it has just said
+                # Of both signs, or the tied head says again what it has just said; large, so that it is sure of its
+                # texts, and none of them is tried again at a higher temperature.
+                parameter.copy_(noise * 2.0)
             elif name.endswith("decoder.layer_norm.bias"):
                 parameter.zero_()
             elif "layer_norm" in name:
                 parameter.add_(noise * 0.1)
             elif "embed_tokens" in name:
                 parameter.copy_(noise * 0.6)
-                parameter[FIRST_TIMESTAMP:] *= 0.2  # together likelier than each letter only now and then
+                parameter[FIRST_TIMESTAMP:] *= 0.3  # together likelier than each letter only now and then
             elif "embed_positions" in name and "decoder" in name:
                 parameter.copy_(noise)
             elif "encoder_attn" in name:  # it looks at few places, or all sounds are alike

@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine, Serve
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
 
+from funitel.proto.errors import UnsupportedMediaType
 from funitel.router.api.common import body as body_module
 from funitel.router.middleware.route_gate import RouteGate
 
@@ -319,3 +321,26 @@ async def test_a1_a_body_is_released_with_its_answer(
     for path, status in (("/generate", 422), ("/tokenize", 200)):
         assert (await client.post(path, json={"inputs": text})).status_code == status
     assert [any(text in repr(value) for value in scope.values()) for scope in scopes] == [False, False]
+
+
+def upload_request(content_type: str, content: bytes) -> Request:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    headers = [(b"content-type", content_type.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/", "path_params": {}, "headers": headers}
+    return Request(scope, receive)
+
+
+async def test_a_form_is_a_form_whatever_its_boundary() -> None:
+    part = b'--xJsOnx\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--xJsOnx--\r\n'
+    request = upload_request("multipart/form-data; boundary=xJsOnx", part)
+    await body_module.receive_upload(request, 100, "--max-audio-bytes")
+    assert body_module.upload_of(request.scope).content == b"RIFF"
+
+
+async def test_json_is_no_file() -> None:
+    request = upload_request("application/json", b'{"file": "a.wav"}')
+    await body_module.receive_upload(request, 100, "--max-audio-bytes")
+    with pytest.raises(UnsupportedMediaType, match="must be multipart/form-data, with the field `file`"):
+        body_module.upload_of(request.scope)

@@ -25,7 +25,8 @@ ROUTES = (
     _audio(
         "/v1/audio/translations",
         handlers.translations,
-        "Whisper: the text of a sound, in English",
+        "Whisper: the text of a sound, in English; streamed if `stream` is true",
         form=AudioForm,
+        event=TranscriptionEvent,
     ),
 )

@@ -54,15 +54,13 @@ async def transcriptions(incoming: IncomingRequest) -> Response:
         )
     if form.timestamp_granularities and form.response_format != "verbose_json":
         raise InvalidRequest("`timestamp_granularities[]` needs `response_format` verbose_json", "response_format")
-    if form.stream:
-        return await _streamed(incoming, form)
-    return await _answered(incoming, form, TRANSCRIBE, form.language)
+    return await _heard(incoming, form, TRANSCRIBE, form.language)
 
 
 @upload_route
 async def translations(incoming: IncomingRequest) -> Response:
     """`/v1/audio/translations`: the text of a sound, in English."""
-    return await _answered(incoming, _form(incoming, AudioForm), TRANSLATE, "")
+    return await _heard(incoming, _form(incoming, AudioForm), TRANSLATE, "")
 
 
 @upload_route
@@ -114,6 +112,11 @@ def _call(incoming: IncomingRequest, form: AudioForm, task: str, language: str) 
 
 async def _decoded(incoming: IncomingRequest, content: bytes, field: str) -> Sound:
     return await incoming.service.audio.decode(content, field, incoming.arrived.key)
+
+
+async def _heard(incoming: IncomingRequest, form: AudioForm, task: str, language: str) -> Response:
+    """The answer to a form: streamed where it asks for that, or whole."""
+    return await (_streamed if form.stream else _answered)(incoming, form, task, language)
 
 
 async def _answered(incoming: IncomingRequest, form: AudioForm, task: str, language: str) -> Response:
@@ -172,13 +175,13 @@ def _verbose(sound: Sound, transcript: TranscribedSound, task: str) -> VerboseTr
     )
 
 
-async def _streamed(incoming: IncomingRequest, form: TranscriptionForm) -> Response:
+async def _streamed(incoming: IncomingRequest, form: AudioForm, task: str, language: str) -> Response:
     if form.response_format != "json":
         raise InvalidRequest("`stream` needs `response_format` json", "stream")
     given = (form.compression_ratio_threshold, form.logprob_threshold, form.no_speech_threshold)
     if any(each is not None for each in given):
         raise InvalidRequest("`stream` takes no thresholds: text that was sent is not taken back", "stream")
-    call = _call(incoming, form, TRANSCRIBE, form.language)
+    call = _call(incoming, form, task, language)
     content = upload_of(incoming.http.scope).content
     work = _decoded(incoming, content, _FILE)
     sound = await run_until_disconnect(incoming.http.receive, work)

@@ -34,6 +34,7 @@ class AudioForm(Body):
     model: ModelName | None = Field(default=None, description="Name of the model; any name where there is one model.")
     prompt: str = Field(default="", description="Text that came before, whose words and style the transcript follows.")
     response_format: ResponseFormat = "json"
+    stream: bool = Field(default=False, description="Whether to stream the text as it is found; with `json`.")
     temperature: float = Field(
         default=0.0,
         ge=0.0,
@@ -63,7 +64,6 @@ class TranscriptionForm(AudioForm):
     timestamp_granularities: list[Literal["segment", "word"]] = Field(
         default_factory=list, description="Sent as `timestamp_granularities[]`, with `verbose_json`; segments only."
     )
-    stream: bool = Field(default=False, description="Whether to stream the text as it is found; with `json`.")
 
 
 class RecognitionParameters(Body):

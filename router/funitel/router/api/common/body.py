@@ -178,7 +178,7 @@ async def receive_upload(request: Request, limit: int, flag: str) -> None:
 
 def is_json(request: Request) -> bool:
     """Whether a body is declared as JSON."""
-    return "json" in request.headers.get("content-type", "").lower()
+    return "json" in _media_type(request.headers.get("content-type", ""))
 
 
 def is_audio(request: Request) -> bool:
@@ -192,10 +192,14 @@ def has_upload(scope: Scope) -> bool:
 
 
 def upload_of(scope: Scope) -> Upload:
-    """The file of a request that was received. Raises UnsupportedMediaType where its body is another one."""
+    """The file of a request that was received.
+
+    Raises:
+        UnsupportedMediaType: JSON was received in its place.
+    """
     upload: Upload | None = scope.get(_UPLOAD)
     if upload is None:
-        raise UnsupportedMediaType("content-type must be multipart/form-data, with a part `file`")
+        raise UnsupportedMediaType("content-type must be multipart/form-data, with the field `file`. Given: JSON")
     return upload
 
 
@@ -230,8 +234,13 @@ async def receive_body(request: Request, limit: int) -> None:
         request.scope[_RAW] = await _read_bytes(request, limit)
 
 
+def _media_type(content_type: str) -> str:
+    """Without its parameters, of which the boundary of a form is any text."""
+    return content_type.partition(";")[0].strip().lower()
+
+
 def _check_media_type(content_type: str) -> None:
-    media_type = content_type.split(";")[0].strip().lower()
+    media_type = _media_type(content_type)
     kind, _, name = media_type.partition("/")
     if kind != "application" or not (name == "json" or name.endswith("+json")):
         raise UnsupportedMediaType(f"content-type must be application/json. Given: {media_type or 'none'}")
