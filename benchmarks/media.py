@@ -101,7 +101,8 @@ async def gaps(server: Server, given: argparse.Namespace) -> dict[str, list[floa
                 for each in asked:
                     each.cancel()
                 answers = await asyncio.gather(*asked, return_exceptions=True)
-                assert all(isinstance(answer, asyncio.CancelledError) for answer in answers), "a stream ended early"
+                early = [answer for answer in answers if not isinstance(answer, asyncio.CancelledError)]
+                assert not early, f"a stream ended early: {early[0]!r:.200}"
                 instants = [_instants.pop(prompt) for prompt in prompts]
                 between = [
                     b - a for each in instants for a, b in zip(each, each[1:], strict=False) if begin <= a and b <= end

@@ -158,6 +158,10 @@ OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeRespons
 OUR_MESSAGES |= {f"{call}{kind}" for call in ("Sleep", "Wake") for kind in ("Request", "Response")}
 OUR_MESSAGES |= {f"{call}Media{kind}" for call in ("Encode", "Drop") for kind in ("Request", "Response")}
 OUR_MESSAGES |= {"MediaFacts", "MediaSpan"}
+OUR_MESSAGES |= {
+    f"{call}{kind}" for call in ("Outputs", "ReleaseOutputs", "TakeOver") for kind in ("Request", "Response")
+}
+OUR_MESSAGES |= {"SequenceOutputs", "OutputStep", "NumberedCall", "HeldBatch", "HeldRow"}
 OUR_ENUMS = {
     "EncoderTask": {
         "ENCODER_TASK_EMBED": 0,

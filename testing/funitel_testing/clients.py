@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +58,8 @@ async def stream(
         assert response.status_code == 200, await response.aread()
         if leave_after == 0:
             return answer
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
+        async for line in _lines(response):
+            if not line.startswith(b"data:"):
                 continue
             event = json.loads(line[5:])
             assert "token" in event, event
@@ -70,6 +71,15 @@ async def stream(
             if leave_after is not None and len(answer.ids) >= leave_after:
                 return answer
     return answer
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a body; `aiter_lines` would also break at separators that texts of JSON may have, like U+2028."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line
 
 
 def client_of(url: str) -> httpx.AsyncClient:

@@ -69,6 +69,104 @@ class DismissResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class OutputsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OutputsResponse(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceOutputs]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceOutputs, _Mapping]]] = ...) -> None: ...
+
+class SequenceOutputs(_message.Message):
+    __slots__ = ("output_key", "num_before", "steps", "mirostat_mu")
+    OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
+    output_key: str
+    num_before: int
+    steps: _containers.RepeatedCompositeFieldContainer[OutputStep]
+    mirostat_mu: float
+    def __init__(self, output_key: _Optional[str] = ..., num_before: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[OutputStep, _Mapping]]] = ..., mirostat_mu: _Optional[float] = ...) -> None: ...
+
+class OutputStep(_message.Message):
+    __slots__ = ("step", "generation")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    generation: Generation
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ...) -> None: ...
+
+class ReleaseOutputsRequest(_message.Message):
+    __slots__ = ("output_keys",)
+    OUTPUT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    output_keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, output_keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseOutputsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TakeOverRequest(_message.Message):
+    __slots__ = ("warmup", "missing", "only_looks")
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
+    warmup: WarmupRequest
+    missing: _containers.RepeatedCompositeFieldContainer[NumberedCall]
+    only_looks: bool
+    def __init__(self, warmup: _Optional[_Union[WarmupRequest, _Mapping]] = ..., missing: _Optional[_Iterable[_Union[NumberedCall, _Mapping]]] = ..., only_looks: bool = ...) -> None: ...
+
+class TakeOverResponse(_message.Message):
+    __slots__ = ("last_step_seq", "latest", "warmup", "batches")
+    LAST_STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    last_step_seq: int
+    latest: _containers.RepeatedCompositeFieldContainer[NumberedCall]
+    warmup: WarmupResponse
+    batches: _containers.RepeatedCompositeFieldContainer[HeldBatch]
+    def __init__(self, last_step_seq: _Optional[int] = ..., latest: _Optional[_Iterable[_Union[NumberedCall, _Mapping]]] = ..., warmup: _Optional[_Union[WarmupResponse, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[HeldBatch, _Mapping]]] = ...) -> None: ...
+
+class NumberedCall(_message.Message):
+    __slots__ = ("step_seq", "method", "payload")
+    STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    step_seq: int
+    method: str
+    payload: bytes
+    def __init__(self, step_seq: _Optional[int] = ..., method: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class HeldBatch(_message.Message):
+    __slots__ = ("id", "rows")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    rows: _containers.RepeatedCompositeFieldContainer[HeldRow]
+    def __init__(self, id: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[HeldRow, _Mapping]]] = ...) -> None: ...
+
+class HeldRow(_message.Message):
+    __slots__ = ("request_id", "output_key", "blocks", "num_computed", "num_known", "state_slot", "adapter_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    STATE_SLOT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    output_key: str
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_computed: int
+    num_known: int
+    state_slot: int
+    adapter_id: str
+    def __init__(self, request_id: _Optional[int] = ..., output_key: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., num_computed: _Optional[int] = ..., num_known: _Optional[int] = ..., state_slot: _Optional[int] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+
 class SleepRequest(_message.Message):
     __slots__ = ("level",)
     LEVEL_FIELD_NUMBER: _ClassVar[int]
@@ -464,7 +562,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "mirostat_mu", "prompt_logprobs", "state_slot", "state_from", "state_saves", "media", "speculate")
+    __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "mirostat_mu", "prompt_logprobs", "state_slot", "state_from", "state_saves", "media", "output_key", "speculate")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +586,7 @@ class Request(_message.Message):
     STATE_FROM_FIELD_NUMBER: _ClassVar[int]
     STATE_SAVES_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     id: int
     inputs: str
@@ -512,8 +611,9 @@ class Request(_message.Message):
     state_from: int
     state_saves: _containers.RepeatedCompositeFieldContainer[StateSave]
     media: _containers.RepeatedCompositeFieldContainer[MediaSpan]
+    output_key: str
     speculate: int
-    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., mirostat_mu: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., state_slot: _Optional[int] = ..., state_from: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., speculate: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., mirostat_mu: _Optional[float] = ..., prompt_logprobs: _Optional[int] = ..., state_slot: _Optional[int] = ..., state_from: _Optional[int] = ..., state_saves: _Optional[_Iterable[_Union[StateSave, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., output_key: _Optional[str] = ..., speculate: _Optional[int] = ...) -> None: ...
 
 class StateSave(_message.Message):
     __slots__ = ("position", "slot")

@@ -99,6 +99,21 @@ class TextGenerationServiceStub(object):
                 request_serializer=funitel_dot_proto_dot_generate__pb2.DropMediaRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.DropMediaResponse.FromString,
                 _registered_method=True)
+        self.Outputs = channel.unary_unary(
+                '/generate.v3.TextGenerationService/Outputs',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.OutputsRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.OutputsResponse.FromString,
+                _registered_method=True)
+        self.ReleaseOutputs = channel.unary_unary(
+                '/generate.v3.TextGenerationService/ReleaseOutputs',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.ReleaseOutputsRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.ReleaseOutputsResponse.FromString,
+                _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/generate.v3.TextGenerationService/TakeOver',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.TakeOverResponse.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/generate.v3.TextGenerationService/Sleep',
                 request_serializer=funitel_dot_proto_dot_generate__pb2.SleepRequest.SerializeToString,
@@ -215,6 +230,27 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Outputs(self, request, context):
+        """Outputs that are kept of sequences with an output_key, those of ended ones too; answered beside the steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseOutputs(self, request, context):
+        """Forget outputs: their answers were given to the clients.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeOver(self, request, context):
+        """Say what an earlier router has left here, its rows and its pool, so that another one goes on with them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sleep(self, request, context):
         """Give the KV pool back, and the memory of the device that weights take; refused while a sequence is there.
         """
@@ -310,6 +346,21 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.DropMedia,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.DropMediaRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.DropMediaResponse.SerializeToString,
+            ),
+            'Outputs': grpc.unary_unary_rpc_method_handler(
+                    servicer.Outputs,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.OutputsRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.OutputsResponse.SerializeToString,
+            ),
+            'ReleaseOutputs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseOutputs,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.ReleaseOutputsRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.ReleaseOutputsResponse.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.TakeOverRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.TakeOverResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -683,6 +734,87 @@ class TextGenerationService(object):
             '/generate.v3.TextGenerationService/DropMedia',
             funitel_dot_proto_dot_generate__pb2.DropMediaRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.DropMediaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Outputs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/Outputs',
+            funitel_dot_proto_dot_generate__pb2.OutputsRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.OutputsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseOutputs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/ReleaseOutputs',
+            funitel_dot_proto_dot_generate__pb2.ReleaseOutputsRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.ReleaseOutputsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/TakeOver',
+            funitel_dot_proto_dot_generate__pb2.TakeOverRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.TakeOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

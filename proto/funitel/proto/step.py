@@ -34,6 +34,8 @@ class Capability(StrEnum):
     SLEEP = "sleep"  # Sleep and Wake
     STAGES = "stages"  # pipeline stages: steps of several batches are computed at once, num_stages of them
     MEDIA = "media"  # media of sequences, EncodeMedia and DropMedia
+    OUTPUTS = "outputs"  # output_key of sequences, Outputs and ReleaseOutputs
+    TAKE_OVER = "take_over"  # TakeOver
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
@@ -264,6 +266,7 @@ class SequenceStart:
     mirostat_mu: float | None = None  # what mirostat had come to with `output_ids`
     speculate: int = 0  # maximum of draft tokens that a decode step verifies
     media: tuple[MediaSpan, ...] = ()  # in the order of their positions
+    output_key: str = ""  # its outputs are kept under this key until they are released; empty: they are not
 
 
 @dataclass(frozen=True, slots=True)

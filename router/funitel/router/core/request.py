@@ -95,6 +95,7 @@ class Request:
     key_name: str | None = None  # of its API key
     speculate: int = 0  # maximum of draft tokens that a step verifies
     media: tuple[RequestMedia, ...] = ()  # of the prompt, in the order of their positions
+    output_key: str = ""  # shards keep its outputs under this key; empty: they do not
 
 
 @dataclass(slots=True, eq=False)

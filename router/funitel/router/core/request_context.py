@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from funitel.proto.errors import FunitelError
+from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Timings
 
@@ -37,6 +38,7 @@ class RequestContext:
     validation_seconds: float = 0.0
     timings: Timings | None = None
     error: FunitelError | None = None  # that it ended with; Cancelled when its client left
+    journal: RequestJournal = UNKEPT
 
     def name_answer(self, response_id: str, model: str) -> None:
         """Set the id of the answer, and the model."""

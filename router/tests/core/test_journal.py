@@ -1,0 +1,33 @@
+"""The journal of a request: facts are drawn once, handed over before they are used, and read by the next router."""
+
+from typing import Any
+
+from funitel.router.core.journal import UNKEPT, KeptJournal
+
+
+def test_a_request_that_is_not_kept_draws_anew() -> None:
+    values = iter((1, 2))
+    assert [UNKEPT.draw("seed", lambda: next(values)) for _ in range(2)] == [1, 2]
+    assert UNKEPT.output_key(0) == ""
+
+
+def test_a_fact_is_drawn_once_and_handed_over_once() -> None:
+    put: list[dict[str, Any]] = []
+    journal = KeptJournal("a", {}, put.append)
+    values = iter((1, 2))
+    assert [journal.draw("seed", lambda: next(values)) for _ in range(2)] == [1, 1]
+    assert not put
+    journal.flush()
+    journal.flush()
+    journal.draw("id", lambda: "x")
+    journal.flush()
+    assert put == [{"seed": 1}, {"id": "x"}]
+
+
+def test_the_next_router_finds_the_facts() -> None:
+    put: list[dict[str, Any]] = []
+    journal = KeptJournal("a", {"seed": 7}, put.append)
+    assert journal.draw("seed", lambda: 8) == 7
+    journal.flush()
+    assert not put
+    assert journal.output_key(1) == "a/1" != journal.output_key(0)
