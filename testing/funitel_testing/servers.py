@@ -294,6 +294,11 @@ class Server:
         commands = {pid: _command(pid) for pid in descendants(self.process.pid)}
         return next(pid for pid, command in commands.items() if " -m funitel.router " in command)
 
+    def keeper_pid(self) -> int:
+        """Process id of the keeper."""
+        commands = {pid: _command(pid) for pid in descendants(self.process.pid)}
+        return next(pid for pid, command in commands.items() if " -m funitel.launcher.keeper " in command)
+
     def error_lines(self) -> list[str]:
         """The launcher's own error lines; those of its children come with a prefix."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if line.startswith("error:")]

@@ -14,16 +14,21 @@ class RequestJournal:
     """The journal of a request that no keeper knows: each fact is made when it is asked for, and not kept."""
 
     key = ""  # of the request among all that are kept; empty: it is not kept
+    is_replayed = False  # an earlier router has begun to answer it
 
     def draw(self, name: str, make: Callable[[], T]) -> T:
         """Return a fact, a JSON value; `make` makes it unless an earlier router did. One name is drawn once."""
         return make()
 
+    def knows(self, name: str) -> bool:
+        """Whether a fact was drawn."""
+        return False
+
     def flush(self) -> None:
         """Hand new facts to the keeper. To be called before bytes that depend on them are written."""
 
-    def output_key(self, place: int) -> str:
-        """The key under which shards keep the outputs of a sequence of the request, by its place among all of it."""
+    def output_key(self) -> str:
+        """The key under which shards keep the outputs of the next sequence of the request."""
         return ""
 
 
@@ -34,13 +39,19 @@ class KeptJournal(RequestJournal):
         key: of the request; no other request has ever had it.
         known: facts that an earlier router has drawn.
         put: hands facts to the keeper; they survive this process once it has returned.
+        is_replayed: an earlier router has begun to answer the request.
     """
 
-    def __init__(self, key: str, known: dict[str, Any], put: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, key: str, known: dict[str, Any], put: Callable[[dict[str, Any]], None], *, is_replayed: bool = False
+    ) -> None:
         self.key = key
+        self.is_replayed = is_replayed
+        self.on_done: list[Callable[[], None]] = []  # called once nothing of the answer can be needed again
         self._known = known
         self._put = put
         self._fresh: dict[str, Any] = {}  # not handed to the keeper yet
+        self._num_outputs = 0
 
     def draw(self, name: str, make: Callable[[], T]) -> T:
         """See RequestJournal."""
@@ -50,15 +61,26 @@ class KeptJournal(RequestJournal):
         made = self._known[name] = self._fresh[name] = make()
         return made
 
+    def knows(self, name: str) -> bool:
+        """See RequestJournal."""
+        return name in self._known
+
     def flush(self) -> None:
         """See RequestJournal."""
         if self._fresh:
             fresh, self._fresh = self._fresh, {}
             self._put(fresh)
 
-    def output_key(self, place: int) -> str:
+    def output_key(self) -> str:
         """See RequestJournal."""
-        return f"{self.key}/{place}"
+        self._num_outputs += 1
+        return f"{self.key}/{self._num_outputs}"
+
+    def done(self) -> None:
+        """Call what waits for the end of the answer."""
+        calls, self.on_done = self.on_done, []
+        for call in calls:
+            call()
 
 
 UNKEPT = RequestJournal()

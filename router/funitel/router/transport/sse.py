@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router.core import request_context
+from funitel.router.core.journal import UNKEPT
+from funitel.router.transport.kept_answer import JOURNAL
 from funitel.router.transport.memory_budget import CLIENT
 from funitel.router.transport.sse_frames import Event, frame
 from funitel.router.transport.stream_writer import DIRECT, StreamWriter
@@ -115,7 +117,8 @@ class EventStream(Response):
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = StreamWriter(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT), self._frame)
+        direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
+        writer = StreamWriter(send, direct, self.raw_headers, client, self._frame, journal)
         try:
             await run_until_disconnect(receive, self._run(writer))
         except Cancelled as error:

@@ -2,7 +2,8 @@
 
 A server's `send` is a coroutine that does not wait while the connection accepts data. So a callback runs it as far as
 it goes, and no task wakes up for each token of a stream. A task takes over where `send` has to wait: once the client
-reads again, it sends all that was buffered, in one piece.
+reads again, it sends all that was buffered. Each event is a chunk of its own, however late it is sent: the bytes of an
+answer do not depend on its reader.
 
 Nothing is sent before the caller of `write` has returned to the event loop: the engine delivers a step's tokens to all
 streams, and then all of them are sent. Alternating the two for every token costs a fifth more CPU time with a thousand
@@ -18,10 +19,13 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from funitel.router.core.journal import UNKEPT, RequestJournal
+from funitel.router.transport.kept_answer import client_of, kept_send, stored_answer
 from funitel.router.transport.memory_budget import Client
 from funitel.router.transport.sse_frames import Event, frame
 
 DIRECT = "funitel.send"  # in a request's scope: the server's own `send`, past all layers
+REPEAT = "repeat."  # facts of a journal: how many events come before data that is repeated
 WriteChunks = Callable[[list[bytes]], bool]  # False: not written, they would have to wait
 
 
@@ -38,6 +42,13 @@ class DirectSend:
         if scope.get("http_version") == "1.0":
             send = without_chunks(send)
         scope[DIRECT] = send
+        client = client_of(scope)
+        if client is not None:
+            send = kept_send(scope, client, send)
+            if stored := stored_answer(scope):
+                for message in stored:
+                    await send(message)
+                return
         await self._app(scope, receive, send)
 
 
@@ -96,10 +107,12 @@ class StreamWriter:
         raw_headers: list[tuple[bytes, bytes]],
         client: Client | None = None,
         frame: Callable[[BaseModel], bytes] = frame,
+        journal: RequestJournal = UNKEPT,
     ) -> None:
         """Send nothing yet; start and body of the answer may be sent by different functions.
 
-        The client counts bytes that wait for a slow reader, and disconnects past its limit.
+        The client counts bytes that wait for a slow reader, and disconnects past its limit. The journal is flushed
+        before anything is written, and knows where repeated data lies: between which two events.
         """
         self.is_started = self.is_ended = False
         self._send_start = send_start
@@ -108,6 +121,10 @@ class StreamWriter:
         self._write_chunks = chunk_writer(send_body)
         self._client = client
         self._frame = frame
+        self._journal = journal
+        self._num_events = 0  # written, without what `repeat` has added
+        self._num_repeats = 0
+        self._repeated = b""  # what `repeat` adds
         self._num_kept = 0  # bytes counted by the client
         self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
@@ -121,6 +138,12 @@ class StreamWriter:
             Exception: an earlier write could not be sent.
         """
         data = event if isinstance(event, bytes) else self._frame(event)
+        if self._journal.is_replayed and self._repeated:
+            self._repeat_again()
+        self._num_events += 1
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
         if not self.is_started:
             self._start()
         if self._draining is None:
@@ -135,11 +158,14 @@ class StreamWriter:
 
     async def end(self, data: bytes) -> None:
         """Send the end of the body, after all that waits."""
+        if self._journal.is_replayed and self._repeated:
+            self._repeat_again()
         if not self.is_started:
             self._start()
         self._flush()
         if self._draining is not None:
             await self._draining
+        self._journal.flush()
         await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
         self.is_ended = True
 
@@ -152,6 +178,7 @@ class StreamWriter:
 
     async def repeat(self, data: bytes, seconds: float) -> None:
         """Send `data` whenever `seconds` pass without an event, unless the client is a slow reader."""
+        self._repeated = data
         while True:
             idle = time.monotonic() - self._last_sent
             if idle < seconds:
@@ -159,7 +186,20 @@ class StreamWriter:
             elif self._draining is not None:
                 await asyncio.sleep(seconds)
             else:
-                self.write(data)
+                place = f"{REPEAT}{self._num_repeats}"
+                if self._journal.draw(place, lambda: self._num_events) == self._num_events:
+                    self._num_repeats += 1
+                    self._put(data)
+                else:  # an earlier router has put it behind an event that is still to come
+                    self._last_sent = time.monotonic()
+
+    def _repeat_again(self) -> None:
+        """Add what an earlier router has repeated before the next event."""
+        while self._journal.knows(place := f"{REPEAT}{self._num_repeats}"):
+            if self._journal.draw(place, lambda: self._num_events) != self._num_events:
+                return
+            self._num_repeats += 1
+            self._put(self._repeated)
 
     def _start(self) -> None:
         self.is_started = True
@@ -168,6 +208,7 @@ class StreamWriter:
     def _flush(self) -> None:
         if self._draining is not None or not self._waiting:
             return
+        self._journal.flush()
         if self._write_chunks is not None and self._write_chunks(self._waiting):
             self._waiting.clear()
         while self._waiting and self._draining is None:
@@ -191,11 +232,16 @@ class StreamWriter:
     async def _drain(self, remainder: "_RestOfSend") -> None:
         await remainder
         while self._waiting:
-            data = b"".join(self._waiting)
-            self._waiting.clear()
-            await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
+            self._journal.flush()
+            num_bytes = sum(map(len, self._waiting))
+            if self._write_chunks is not None and self._write_chunks(self._waiting):
+                self._waiting.clear()
+            else:
+                data = self._waiting.pop(0)
+                await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
+                num_bytes = len(data)
             self._last_sent = time.monotonic()
-            self._keep(-len(data))
+            self._keep(-num_bytes)
         self._draining = None
 
     def _keep(self, num_bytes: int) -> None:

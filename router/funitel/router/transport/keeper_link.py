@@ -1,0 +1,218 @@
+"""The router's link to the keeper: connections and journals come from it, and are handed to it. Event loop only.
+
+What `put_request` and `put_facts` have returned from survives this process. A keeper that is lost costs nothing but that:
+the router serves on, and gives everything to the next keeper.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from funitel.proto.errors import StartupError
+from funitel.proto.keeper.channel import Channel, ChannelLost
+from funitel.proto.keeper.messages import Hello, JournalledRequest, Kind, Packet
+
+logger = logging.getLogger(__name__)
+
+HELLO_SECONDS = 30.0  # until the keeper has given its state: an earlier router may have to end first
+SEND_SECONDS = 1.0  # for a keeper that is busy
+RETRY_SECONDS = 0.1  # between two attempts to reach the next keeper
+
+
+@dataclass(slots=True, eq=False)
+class KeptSocket:
+    """A connection as the keeper gave it, with the journal of its requests, and the input of one that is not whole."""
+
+    id: int
+    listener: int
+    sock: socket.socket
+    requests: list[JournalledRequest] = field(default_factory=list)
+    partial: bytes = b""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A connection that is open, for a keeper that has to be told of it."""
+
+    sock: socket.socket  # the transport closes it
+    listener: int
+    requests: dict[int, JournalledRequest] = field(default_factory=dict)
+
+
+class KeeperLink:
+    """The channel to the keeper. `on_connection` and `on_yield` are to be set before `watch`."""
+
+    def __init__(self, path: str, generation: int, channel: Channel) -> None:
+        self.on_connection: Callable[[KeptSocket], None] = lambda kept: None
+        self.on_yield: Callable[[], None] = lambda: None
+        self._path = path
+        self._generation = generation
+        self._channel: Channel | None = channel
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._live: dict[int, _Live] = {}
+        self._is_ready = False
+        self._finding: asyncio.Task[None] | None = None
+
+    @classmethod
+    def connect(cls, path: str, generation: int) -> tuple["KeeperLink", list[KeptSocket]]:
+        """Greet the keeper; return the link, and the connections of an earlier router.
+
+        Raises:
+            StartupError: there is no keeper, or one of another version.
+        """
+        try:
+            channel = Channel.to(path)
+        except OSError as error:
+            raise StartupError(f"the keeper at {path} cannot be reached: {error.strerror}") from error
+        try:
+            channel.send(Packet(Kind.HELLO, raw=Hello(generation).encode()), SEND_SECONDS)
+            link = cls(path, generation, channel)
+            return link, link._state(channel)
+        except ChannelLost as error:
+            channel.close()
+            raise StartupError(f"the keeper at {path} is lost: {error}") from error
+
+    def _state(self, channel: Channel) -> list[KeptSocket]:
+        found: dict[int, KeptSocket] = {}
+        while (packet := channel.receive_within(HELLO_SECONDS)).kind is not Kind.END:
+            match packet.kind:
+                case Kind.CONNECTION:
+                    found[packet.connection] = self._kept(packet)
+                case Kind.REQUEST:
+                    found[packet.connection].requests.append(JournalledRequest(packet.number, packet.raw))
+                case Kind.FACTS:
+                    found[packet.connection].requests[-1].facts |= json.loads(packet.raw)
+                case Kind.PARTIAL:
+                    found[packet.connection].partial = packet.raw
+                case Kind.REFUSED:
+                    raise StartupError(f"the keeper refuses this router: {packet.raw.decode()}")
+                case _:
+                    pass
+        for kept in found.values():
+            self._live[kept.id].requests = {request.number: request for request in kept.requests}
+        return list(found.values())
+
+    def _kept(self, packet: Packet) -> KeptSocket:
+        sock = socket.socket(fileno=packet.fds[0])
+        self._live[packet.connection] = _Live(sock, packet.number)
+        return KeptSocket(packet.connection, packet.number, sock)
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Receive from now on."""
+        self._loop = loop
+        if self._channel is not None:
+            loop.add_reader(self._channel.sock.fileno(), self._receive)
+
+    def _receive(self) -> None:
+        try:
+            while self._channel is not None and (packet := self._channel.receive()) is not None:
+                if packet.kind is Kind.CONNECTION:
+                    self.on_connection(self._kept(packet))
+                elif packet.kind is Kind.YIELD:
+                    self.on_yield()
+        except ChannelLost as lost:
+            self._lose(lost)
+
+    # What the router tells ------------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Take connections from now on."""
+        self._is_ready = True
+        self._send(Packet(Kind.READY))
+
+    def put_request(self, connection: int, number: int, raw: bytes) -> None:
+        """Hand over the bytes of a request that is whole."""
+        live = self._live.get(connection)
+        if live is not None:
+            live.requests[number] = JournalledRequest(number, raw)
+            self._send(Packet(Kind.REQUEST, connection, number, raw))
+
+    def put_facts(self, connection: int, number: int, facts: dict[str, Any]) -> None:
+        """Hand over facts of a request."""
+        live = self._live.get(connection)
+        if live is not None and number in live.requests:
+            live.requests[number].facts |= facts
+            self._send(Packet(Kind.FACTS, connection, number, json.dumps(facts).encode()))
+
+    def done(self, connection: int, number: int) -> None:
+        """Say that the answer of a request was given to the kernel."""
+        live = self._live.get(connection)
+        if live is not None and live.requests.pop(number, None) is not None:
+            self._send(Packet(Kind.DONE, connection, number))
+
+    def release(self, connection: int) -> None:
+        """Say that a connection has ended."""
+        live = self._live.pop(connection, None)
+        if live is not None:
+            self._send(Packet(Kind.RELEASE, connection))
+
+    def put_partial(self, connection: int, raw: bytes) -> None:
+        """Hand over the bytes of a request that is not whole, before this router ends."""
+        self._send(Packet(Kind.PARTIAL, connection, raw=raw))
+
+    def _send(self, packet: Packet) -> None:
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(packet, SEND_SECONDS)
+        except ChannelLost as lost:
+            self._lose(lost)
+
+    # The end of a keeper --------------------------------------------------------------------------------------------
+
+    def _lose(self, lost: ChannelLost) -> None:
+        channel, self._channel = self._channel, None
+        if channel is None or self._loop is None:
+            return
+        self._loop.remove_reader(channel.sock.fileno())
+        channel.close()
+        logger.error("the keeper is lost, serving on without one until the next: %s", lost)
+        self._finding = self._loop.create_task(self._find())
+
+    async def _find(self) -> None:
+        """Give everything to the next keeper."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                channel = Channel.to(self._path)
+            except OSError:
+                continue
+            try:
+                self._feed(channel)
+                return
+            except ChannelLost:
+                channel.close()
+
+    def _feed(self, channel: Channel) -> None:
+        def say(packet: Packet) -> None:
+            channel.send(packet, SEND_SECONDS)
+
+        say(Packet(Kind.HELLO, raw=Hello(self._generation, feeds=True).encode()))
+        for connection, live in self._live.items():
+            say(Packet(Kind.ADOPT, connection, live.listener, fds=(live.sock.fileno(),)))
+            for number, request in live.requests.items():
+                say(Packet(Kind.REQUEST, connection, number, request.raw))
+                say(Packet(Kind.FACTS, connection, number, json.dumps(request.facts).encode()))
+        while (packet := channel.receive_within(HELLO_SECONDS)).kind is not Kind.END:
+            if packet.kind is Kind.REFUSED:
+                raise ChannelLost(packet.raw.decode())
+        if self._is_ready:
+            say(Packet(Kind.READY))
+        assert self._loop is not None, "`watch` comes before the loss of a keeper"
+        self._channel = channel
+        self._loop.add_reader(channel.sock.fileno(), self._receive)
+        logger.info("another keeper holds the connections: %d", len(self._live))
+
+    def close(self) -> None:
+        """Leave the keeper."""
+        if self._finding is not None:
+            self._finding.cancel()
+        if self._channel is not None:
+            if self._loop is not None:
+                self._loop.remove_reader(self._channel.sock.fileno())
+            self._channel.close()
+            self._channel = None
