@@ -1,6 +1,7 @@
 """Types of a takeover that router and shards share; `takeover.wire` has their messages. Standard library only."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from funitel.proto.step import Generation, WarmupResult
 
@@ -19,7 +20,7 @@ class OutputStep:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutputs:
-    """The outputs that a rank has kept of a sequence, also after its end.
+    """The outputs that a rank has kept of a sequence, also after its end; see `join_outputs`.
 
     `num_before` tokens of its completion were known when it came to the shard, and are not among the outputs.
     `mirostat_mu` is that of the sampler behind the last of them; None without mirostat, or before the first token.
@@ -77,9 +78,38 @@ class HeldBatch:
 
 @dataclass(frozen=True, slots=True)
 class TakeOverState:
-    """The answer to TakeOver. A call that only looks gets `last_step_seq` and `latest` alone."""
+    """The answer to TakeOver. A call that only looks gets `last_step_seq` and `latest` alone.
 
-    last_step_seq: int  # of the newest call that was begun; 0: none
+    After one that only looks, the rank refuses numbered calls until TakeOver or ClearCache. `last_step_seq` of the
+    others is the same on all ranks, and greater than that of any call that an earlier router may have sent.
+    """
+
+    last_step_seq: int  # only looks: of the newest call that was begun, 0 for none; else the one behind which to go on
     latest: tuple[NumberedCall, ...] = ()  # the newest calls that were begun, in order
     warmup: WarmupResult | None = None  # of the last Warmup
     batches: tuple[HeldBatch, ...] = ()
+
+
+def join_outputs(found: Iterable[SequenceOutputs]) -> dict[str, SequenceOutputs]:
+    """Join what all ranks have kept, by output key.
+
+    A sequence that left a shard and came again may be another rank's from then on, or be kept in several parts by one
+    rank: each part begins behind the last one. Where a part is missing, only those behind it are returned.
+    """
+    parts: dict[str, list[SequenceOutputs]] = {}
+    for each in found:
+        parts.setdefault(each.output_key, []).append(each)
+    return {
+        key: _joined(sorted(some, key=lambda part: (part.num_before, part.num_tokens))) for key, some in parts.items()
+    }
+
+
+def _joined(parts: Sequence[SequenceOutputs]) -> SequenceOutputs:
+    whole = parts[0]
+    for part in parts[1:]:
+        if part.num_before == whole.num_before + whole.num_tokens:
+            mu = part.mirostat_mu if part.steps else whole.mirostat_mu
+            whole = replace(whole, steps=whole.steps + part.steps, mirostat_mu=mu)
+        else:
+            whole = part
+    return whole
