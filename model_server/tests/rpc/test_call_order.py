@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from funitel.model_server.rpc.dispatcher import CallOrder
+from funitel.model_server.rpc.call_order import CallOrder
+from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError
 
 
@@ -21,7 +22,7 @@ class Recorded:
             self.refused.append(error.message)
 
         for step_seq in step_seqs:
-            self.order.begin(step_seq, lambda number=step_seq: self.begun.append(number), refuse)  # type: ignore[misc]
+            self.order.begin(step_seq, pb.DecodeRequest(), lambda number=step_seq: self.begun.append(number), refuse)  # type: ignore[misc]
 
 
 async def test_calls_begin_in_order_whatever_order_they_come_in() -> None:
@@ -54,7 +55,7 @@ async def test_starting_again_refuses_those_who_wait() -> None:
 
 
 async def test_a_predecessor_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.model_server.rpc.dispatcher.ORDER_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.model_server.rpc.call_order.ORDER_TIMEOUT_SECONDS", 0.01)
     calls = Recorded()
     calls.begin(5)
     await asyncio.sleep(0.05)

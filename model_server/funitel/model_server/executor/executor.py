@@ -47,6 +47,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.takeover.state import HeldBatch
 
 MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor, Speculator | None], StepSampling[Any]]
 
@@ -190,6 +191,7 @@ class Executor:
             raise WrongState(f"the shard cannot sleep: {num_rows} sequences are here; finish them, or clear the cache")
         self.batches.clear()
         self._clear_aside()
+        self.output.records.clear()
         self.profiler.free()
 
     def _clear_aside(self) -> None:
@@ -197,6 +199,25 @@ class Executor:
         self.adapters.clear()
         if self.media is not None:
             self.media.clear()
+
+    def hold(self) -> tuple[HeldBatch, ...]:
+        """All rows, once the steps before are known as far as rows depend on them; another router goes on with them.
+
+        Rows keep the adapters and the features of media that they use. Other features are dropped, as that router does
+        not know of them.
+
+        Raises:
+            InvalidRequest: the rows depend on a call with copies of blocks that has failed; nothing has changed.
+        """
+        return self.sampling.call(False, self._hold)
+
+    def _hold(self) -> tuple[HeldBatch, ...]:
+        if self.runner.is_in_doubt:
+            raise InvalidRequest("a call with copies of blocks has failed: ClearCache comes next")
+        held = self.batches.hold()
+        if self.media is not None:
+            self.media.clear()
+        return held
 
     def wake(self) -> None:
         """Put the weights back where they were; Warmup comes next. Raises ResourceExhausted: see `SleepState.wake`."""
@@ -272,6 +293,7 @@ class Executor:
                 return RefusedStep(lost)
             undo.pop_all()
         self._change(running, new, updates)
+        self.output.begin_records(new)
         if cached is None:
             batches.clear(batch_id)  # a batch of the same id is replaced
         concat_ns = time.perf_counter_ns() - begin if cached is not None else None
@@ -327,7 +349,9 @@ class Executor:
         except Exception as error:
             self.batches.clear(batch_id)
             raise (self._without_memory(error, active) if is_out_of_memory(error) else error) from None
-        return self.sampling.finish(BegunStep(batch_id, rows, active, begin, concat_ns), computed)
+        return self.sampling.finish(
+            BegunStep(batch_id, rows, active, begin, concat_ns, self.batches.num_steps), computed
+        )
 
     def _without_memory(self, error: Exception, active: Sequence[ActiveRow]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""
