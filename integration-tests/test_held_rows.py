@@ -44,9 +44,11 @@ class Ranks:
 
     async def wait_until_busy(self, rank: int) -> None:
         """Wait until a rank is in a step, in which it waits for the other."""
-        async with asyncio.timeout(SECONDS):
-            while not (await self.stubs[rank].Health(pb.HealthRequest())).busy_ns:
-                await asyncio.sleep(0.01)
+        for _ in range(6000):
+            if (await self.stubs[rank].Health(pb.HealthRequest())).busy_ns:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"rank {rank} is in no step")
 
     async def outputs(self) -> dict[str, SequenceOutputs]:
         """All that is recorded."""

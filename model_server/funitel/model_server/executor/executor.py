@@ -33,7 +33,7 @@ from funitel.model_server.executor.warmup import Warmup
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.sequence.table import CachedBatches, SequenceState
+from funitel.model_server.sequence.table import CachedBatches, HeldBatches, SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.model_server.speculation.speculator import Speculator
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound, WrongState
@@ -47,7 +47,6 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
-from funitel.proto.takeover.state import HeldBatch
 
 MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor, Speculator | None], StepSampling[Any]]
 
@@ -200,7 +199,7 @@ class Executor:
         if self.media is not None:
             self.media.clear()
 
-    def hold(self) -> tuple[HeldBatch, ...]:
+    def hold(self) -> HeldBatches:
         """All rows, once the steps before are known as far as rows depend on them; another router goes on with them.
 
         Rows keep the adapters and the features of media that they use. Other features are dropped, as that router does
@@ -211,7 +210,7 @@ class Executor:
         """
         return self.sampling.call(False, self._hold)
 
-    def _hold(self) -> tuple[HeldBatch, ...]:
+    def _hold(self) -> HeldBatches:
         if self.runner.is_in_doubt:
             raise InvalidRequest("a call with copies of blocks has failed: ClearCache comes next")
         held = self.batches.hold()

@@ -259,20 +259,14 @@ class Dispatcher:
         def compute() -> T:
             self._begun = time.monotonic_ns()
             try:
-                return call()
-            except Exception as error:
-                self._note(error)
-                raise
+                return self._watched(call)
             finally:
                 self._begun = None
 
         def finish(computed: T) -> R:
             self._answering = time.monotonic_ns()
             try:
-                return encode(computed)
-            except Exception as error:
-                self._note(error)
-                raise
+                return self._watched(partial(encode, computed))
             finally:
                 self._answering = None
 
@@ -281,9 +275,19 @@ class Dispatcher:
 
         self._begin(request, lambda: self._runner.run(compute, finish, reply.answer, fail), fail)
 
-    def _note(self, error: Exception) -> None:
-        if not isinstance(error, UNCHANGED):
-            self._has_failed = True
+    def _watched(self, work: Callable[[], T]) -> T:
+        """Do a part of a call, and note a failure after which rows may not be what calls say of them."""
+        is_sound = False
+        try:
+            result = work()
+            is_sound = True
+            return result
+        except UNCHANGED:
+            is_sound = True
+            raise
+        finally:
+            if not is_sound:
+                self._has_failed = True
 
     def _failure(self, error: Exception) -> FunitelError:
         """The error that a caller gets for an exception; a fatal one is reported here."""

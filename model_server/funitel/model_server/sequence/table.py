@@ -19,6 +19,9 @@ from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart, StateSave
 from funitel.proto.takeover.state import HeldBatch, HeldRow
 
+HeldBatches = tuple[HeldBatch, ...]
+"""All batches of a shard, as another router is told of them."""
+
 
 class Gain(Protocol):
     """What drafts have gained in a row, see `speculation/gain`."""
@@ -267,7 +270,7 @@ class CachedBatches:
         for known in list(self._rows) if batch_id is None else [batch_id]:
             self.table.release(self._rows.pop(known, []))
 
-    def hold(self) -> tuple[HeldBatch, ...]:
+    def hold(self) -> HeldBatches:
         """All batches with what the router that made them knows of their rows."""
         self.before_use(None)
         return tuple(HeldBatch(batch_id, tuple(map(self._held, rows))) for batch_id, rows in self._rows.items())
