@@ -150,7 +150,8 @@ def _left_of(kept: KeptSocket, link: KeeperLink) -> tuple[list[JournalledRequest
     requests: list[JournalledRequest] = []
     input_end = settled.input_end
     for request in kept.requests:
-        if request.facts.get(UNKEPT_ANSWER) or request.facts[INPUT_END] - len(request.raw) != input_end:
+        request_end = request.facts.get(INPUT_END)  # none if the router has ended before it said so
+        if request.facts.get(UNKEPT_ANSWER) or request_end != input_end + len(request.raw):
             break
         requests.append(request)
         input_end = request.facts[INPUT_END]
