@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from funitel.proto.keeper.kernel import bytes_read, bytes_written, counts_bytes
+from funitel.proto.keeper.kernel import bytes_read, bytes_written, counts_bytes, is_over
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -101,3 +102,57 @@ def test_the_death_of_the_writer_loses_no_byte(pair: Pair) -> None:
         got += data
     assert got == b"y" * written + b"z"
     assert bytes_written(accepted) >= written + 1
+
+
+def test_an_end_is_no_byte_of_those_written(pair: Pair) -> None:
+    accepted, client = pair
+    accepted.sendall(b"x" * 700)
+    accepted.shutdown(socket.SHUT_WR)
+    assert bytes_written(accepted) == 700
+    while client.recv(1 << 12):
+        pass
+    assert bytes_written(accepted) == 700  # the end was acknowledged, too
+    assert bytes_read(accepted) == 0
+
+
+def test_a_reader_does_not_change_what_was_written(pair: Pair) -> None:
+    accepted, client = pair
+    accepted.setblocking(False)
+    written = 0
+    try:
+        while True:
+            written += accepted.send(b"x" * (1 << 16))
+    except BlockingIOError:
+        pass
+
+    def read() -> None:
+        got = 0
+        while got < written:
+            got += len(client.recv(1 << 9))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    counts = {bytes_written(accepted) for _ in range(1000)}
+    reader.join()
+    assert counts | {bytes_written(accepted)} == {written}
+
+
+def test_a_connection_is_over_once_both_ends_are(pair: Pair) -> None:
+    accepted, client = pair
+    assert not is_over(accepted)
+    client.shutdown(socket.SHUT_WR)
+    assert accepted.recv(1) == b""
+    assert not is_over(accepted)  # the client may read on
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    deadline = time.monotonic() + 5
+    while not is_over(accepted):
+        assert time.monotonic() < deadline
+
+
+def test_what_is_no_tcp_connection_is_not_counted() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        for count in (bytes_written, bytes_read, is_over):
+            with pytest.raises(OSError, match="supported"):
+                count(here)

@@ -41,9 +41,9 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         control = listen(given.socket)
+        file = os.stat(given.socket)
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        print(f"error: the keeper cannot listen on {given.socket}: {reason}", file=sys.stderr)
+        print(f"error: the keeper cannot listen on {given.socket}: {error.strerror or error}", file=sys.stderr)
         return 1
     keeper = Keeper([socket.socket(fileno=descriptor) for descriptor in given.listen_fd], control, given.adopt_timeout)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -55,7 +55,8 @@ def main() -> int:
     finally:
         keeper.close()
         with suppress(FileNotFoundError):
-            os.unlink(given.socket)
+            if os.path.samestat(file, os.stat(given.socket)):
+                os.unlink(given.socket)
     return 0
 
 

@@ -2,11 +2,16 @@
 
 It accepts connections and passes them to the newest generation of routers that is ready. When a router ends, the next
 one of its generation gets its connections with their journals. One thread, one loop; it reads no HTTP.
+
+While no router is ready, connections wait in the backlog. A router that serves when this process starts has those of an
+earlier keeper, and brings them: others of its generation wait for it a moment.
 """
 
 import errno
 import logging
 import os
+import resource
+import secrets
 import selectors
 import signal
 import socket
@@ -14,16 +19,22 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
+from funitel.proto.keeper.kernel import is_over
 from funitel.proto.keeper.messages import VERSION, Hello, Kind, Packet
 
 logger = logging.getLogger(__name__)
 
 YIELD_SECONDS = 10.0  # for a router to end once it was told to; one that hangs is killed
+FEED_SECONDS = 0.5  # after the start, for routers that serve already
 FULL_SECONDS = 0.1  # without accepting, where no descriptor is left
+FULL_LOG_SECONDS = 10.0  # between two lines that say so
 TICK_SECONDS = 0.5
+OTHER_FILES = 64  # beside connections: listening sockets, routers, and bytes of requests on their way
+OTHER_SHARE = 0.5  # of few files that may be open
 MAX_ACCEPTED = 64  # connections in a turn
 _RESET = struct.pack("ii", 1, 0)  # struct linger: closing sends a reset
 
@@ -47,6 +58,7 @@ class KeptConnection:
     requests: dict[int, KeptRequest] = field(default_factory=dict)  # by number, in order
     partial: bytes = b""
     settled: bytes = b""  # how far the last router was with it, as it says
+    router: "RouterChannel | None" = None  # that has it
     alone_since: float | None = None  # since no router has it; an instant of the monotonic clock
 
 
@@ -58,7 +70,7 @@ class RouterChannel:
     pid: int
     generation: int | None = None  # before it has said
     is_ready: bool = False
-    is_waiting: bool = False  # for another one of its generation to end
+    is_waiting: bool = False  # for connections: others of its generation have to end, or to come
     told_to_yield: float | None = None
     waiting: deque[Packet] = field(default_factory=deque)
 
@@ -78,10 +90,12 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, KeptConnection] = {}
         self._routers: list[RouterChannel] = []
-        self._next_id = 1
+        self._next_id = (1 + secrets.randbits(31)) << 32  # far from the numbers of other keepers; 0 is no connection
+        self._max_connections = _max_connections()
         self._accepts = False
-        self._full_until = 0.0
-        self._said_full = False
+        self._full_until = self._said_full_at = 0.0
+        self._feeds_until = time.monotonic() + FEED_SECONDS
+        self._tick_at = self._feeds_until
         self._is_over = False
         for listener in self._listeners:
             listener.setblocking(False)
@@ -99,11 +113,15 @@ class Keeper:
 
     def turn(self, seconds: float) -> None:
         """Wait so long for something to do, and do it."""
-        for key, events in self._selector.select(seconds):
+        until_tick = max(0.0, self._tick_at - time.monotonic())
+        for key, events in self._selector.select(min(seconds, until_tick)):
             act: Callable[[int], None] = key.data
             act(events)
-        self._tick(time.monotonic())
-        self._watch_listeners()
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + TICK_SECONDS
+            self._tick(now)
+        self._watch_listeners(now)
 
     # Clients --------------------------------------------------------------------------------------------------------
 
@@ -112,10 +130,10 @@ class Keeper:
         ready = [router for router in self._routers if router.is_ready]
         return max(ready, key=lambda router: router.generation or 0, default=None)
 
-    def _watch_listeners(self) -> None:
+    def _watch_listeners(self, now: float) -> None:
         """Accept connections while a router takes them; else they wait in the backlog."""
         router = self._accepting()
-        accepts = router is not None and not router.waiting and time.monotonic() >= self._full_until
+        accepts = router is not None and not router.waiting and now >= self._full_until
         if accepts == self._accepts:
             return
         self._accepts = accepts
@@ -131,6 +149,8 @@ class Keeper:
             if router is None or router.waiting:
                 return
             try:
+                if len(self._connections) >= self._max_connections:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 sock, _ = self._listeners[number].accept()
             except BlockingIOError:
                 return
@@ -144,14 +164,19 @@ class Keeper:
     def _note_full(self, error: OSError) -> None:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
             return  # the client has left
-        self._full_until = time.monotonic() + FULL_SECONDS
-        if not self._said_full:
-            self._said_full = True
+        now = time.monotonic()
+        self._full_until = now + FULL_SECONDS
+        if now >= self._said_full_at + FULL_LOG_SECONDS or not self._said_full_at:
+            self._said_full_at = now
             count = len(self._connections)
             logger.error("no connection can be accepted beside %d that are open: %s", count, os.strerror(error.errno))
 
     def _take(self, kept: KeptConnection, router: RouterChannel) -> None:
         self._connections[kept.id] = kept
+        self._give(kept, router)
+
+    def _give(self, kept: KeptConnection, router: RouterChannel) -> None:
+        kept.router, kept.alone_since = router, None
         self._send(router, self._introduction(kept))
 
     def _introduction(self, kept: KeptConnection) -> Packet:
@@ -178,9 +203,14 @@ class Keeper:
 
     def _serve(self, router: RouterChannel, events: int) -> None:
         """Receive what a router sends, and send it what waits."""
+        if router not in self._routers:
+            return  # its end was noted in this turn
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(router)
+        except ChannelLost:
+            router.waiting.clear()  # it has ended; what it has sent is received all the same
+        try:
             while (packet := router.channel.receive()) is not None:
                 try:
                     self._handle(router, packet)
@@ -193,13 +223,18 @@ class Keeper:
 
     def _handle(self, router: RouterChannel, packet: Packet) -> None:
         kept = self._connections.get(packet.connection)
+        if kept is not None and kept.router not in (router, None):
+            kept = None  # it is another router's
         match packet.kind:
             case Kind.HELLO:
                 self._greet(router, packet)
             case Kind.READY:
-                router.is_ready = True
+                is_chosen = router.generation is not None and not router.is_waiting
+                router.is_ready = is_chosen and router.told_to_yield is None
             case Kind.ADOPT:
                 self._adopt(router, packet)
+            case Kind.FED:
+                self._give_unseen(router)
             case Kind.REQUEST if kept is not None:
                 kept.partial = b""
                 kept.requests[packet.number] = KeptRequest(packet.raw)
@@ -226,37 +261,77 @@ class Keeper:
             logger.error("a router of another version, process %d, is refused: %s", router.pid, problem)
             self._send(router, Packet(Kind.REFUSED, raw=problem.encode()))
             return
-        others = [each for each in self._routers if each.generation == hello.generation and each is not router]
+        if router.generation is not None:
+            return
+        self._drain(router.pid)
         router.generation = hello.generation
-        router.is_waiting = bool(others)
+        if hello.feeds:
+            self._send(router, Packet(Kind.END))
+        else:
+            router.is_waiting = True
+            self._advance(hello.generation)
+
+    def _drain(self, pid: int) -> None:
+        """Receive what a process has sent before it closed its channel: it may have another one."""
+        for router in tuple(self._routers):
+            if router.pid == pid and router.generation is not None:
+                self._serve(router, selectors.EVENT_READ)
+
+    def _advance(self, generation: int) -> None:
+        """Give the newest router that waits what it waits for, once the others of its generation have ended."""
+        routers = [router for router in self._routers if router.generation == generation]
+        waiting = [router for router in routers if router.is_waiting]
+        if not waiting or time.monotonic() < self._feeds_until:
+            return
+        others = [router for router in routers if not router.is_waiting]
         for other in others:
-            if other.told_to_yield is None and not other.is_waiting:
+            if other.told_to_yield is None:
                 other.told_to_yield, other.is_ready = time.monotonic(), False
                 self._send(other, Packet(Kind.YIELD))
-        if not others:
-            self._hand_over(router)
+        if others:
+            return
+        for early in waiting[:-1]:
+            early.generation, early.is_waiting = None, False
+            self._send(early, Packet(Kind.REFUSED, raw=b"a later router has come"))
+        self._hand_over(waiting[-1])
 
     def _hand_over(self, router: RouterChannel) -> None:
         """Give a router all connections of its generation, with their journals."""
         router.is_waiting = False
-        for kept in [kept for kept in self._connections.values() if kept.generation == router.generation]:
-            kept.alone_since = None
-            self._send(router, self._introduction(kept))
+        for kept in self._alone(router.generation):
+            self._give(kept, router)
             for number, request in kept.requests.items():
                 self._send(router, Packet(Kind.REQUEST, kept.id, number, request.raw))
                 for facts in request.facts:
                     self._send(router, Packet(Kind.FACTS, kept.id, number, facts))
             if kept.partial:
                 self._send(router, Packet(Kind.PARTIAL, kept.id, raw=kept.partial))
-        self._send(router, Packet(Kind.END, number=self._next_id))
+        self._send(router, Packet(Kind.END))
+
+    def _alone(self, generation: int | None) -> list[KeptConnection]:
+        """The connections of a generation that no router has."""
+        return [kept for kept in self._connections.values() if kept.router is None and kept.generation == generation]
+
+    def _give_unseen(self, router: RouterChannel) -> None:
+        """Give a router that has lost its channel the connections that were on their way to it."""
+        for kept in self._alone(router.generation):
+            if not kept.requests and not kept.settled and not kept.partial:
+                self._give(kept, router)
 
     def _adopt(self, router: RouterChannel, packet: Packet) -> None:
-        """Take a connection that an earlier keeper had."""
+        """Take a connection that an earlier keeper had, or this one from a channel that was lost."""
+        if not packet.fds:
+            logger.error("no descriptor is left for a connection that router %d brings: it is not kept", router.pid)
+            return
         sock = socket.socket(fileno=packet.fds[0])
-        self._connections[packet.connection] = KeptConnection(
-            packet.connection, sock, packet.number, router.generation or 0, settled=packet.raw
-        )
-        self._next_id = max(self._next_id, packet.connection + 1)
+        kept = self._connections.get(packet.connection)
+        if kept is None:
+            kept = KeptConnection(packet.connection, sock, packet.number, router.generation or 0)
+            self._connections[kept.id] = kept
+        else:
+            sock.close()
+            kept.requests.clear()  # the router says them again
+        kept.settled, kept.router, kept.alone_since = packet.raw, router, None
 
     def _send(self, router: RouterChannel, packet: Packet) -> None:
         """Send a packet to a router, after those that wait for it to receive."""
@@ -270,8 +345,8 @@ class Keeper:
     def _flush(self, router: RouterChannel) -> None:
         while router.waiting:
             packet = router.waiting[0]
-            is_gone = packet.kind is Kind.CONNECTION and packet.connection not in self._connections
-            if not is_gone and not router.channel.try_send(packet):
+            is_wanted = not packet.connection or packet.connection in self._connections
+            if is_wanted and not router.channel.try_send(packet):
                 break
             router.waiting.popleft()
         self._watch(router)
@@ -287,43 +362,43 @@ class Keeper:
         if router not in self._routers:
             return
         self._routers.remove(router)
+        router.waiting.clear()
         self._selector.unregister(router.channel.sock)
         router.channel.close()
         if router.generation is None or router.is_waiting:
             return
-        left = [kept for kept in self._connections.values() if kept.generation == router.generation]
-        following = next((each for each in self._routers if each.generation == router.generation), None)
+        left = [kept for kept in self._connections.values() if kept.router is router]
         num_requests = sum(len(kept.requests) for kept in left)
         logger.info(
             "router has ended pid=%d generation=%d connections=%d requests=%d",
             *(router.pid, router.generation, len(left), num_requests),
         )
         for kept in left:
-            kept.alone_since = time.monotonic()
-        if following is not None:
-            self._hand_over(following)
+            kept.router, kept.alone_since = None, time.monotonic()
+        self._advance(router.generation)
 
     # Time -----------------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
         """Reset connections that no router has taken in time, and kill a router that does not yield."""
-        late = [
-            kept
-            for kept in self._connections.values()
-            if kept.alone_since is not None and now - kept.alone_since > self._adopt_seconds
-        ]
-        for kept in late:
-            self._reset(kept)
+        for generation in {router.generation for router in self._routers if router.is_waiting}:
+            self._advance(generation or 0)
+        late = []
+        for kept in tuple(self._connections.values()):
+            if kept.alone_since is not None and is_over(kept.sock):
+                self._forget(kept)
+            elif kept.alone_since is not None and now - kept.alone_since > self._adopt_seconds:
+                late.append(kept)
+                self._reset(kept)
         if late:
             logger.error("no router came within %g s: connections=%d were reset", self._adopt_seconds, len(late))
         for router in self._routers:
             if router.told_to_yield is not None and now - router.told_to_yield > YIELD_SECONDS:
                 logger.error("router %d has not handed over within %g s: it is killed", router.pid, YIELD_SECONDS)
                 router.told_to_yield = now
-                try:
-                    os.kill(router.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+                if router.pid > 0:  # 0 is one of another namespace
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(router.pid, signal.SIGKILL)
 
     def _reset(self, kept: KeptConnection) -> None:
         kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -333,7 +408,6 @@ class Keeper:
         """Close the duplicate of a connection, the last one: its client gets the end."""
         del self._connections[kept.id]
         kept.sock.close()
-        self._said_full = False
 
     def close(self) -> None:
         """Close everything."""
@@ -344,3 +418,9 @@ class Keeper:
         for sock in (self._control, *self._listeners):
             sock.close()
         self._selector.close()
+
+
+def _max_connections() -> int:
+    """The connections that this process may hold, so that routers always find a descriptor."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return files - min(OTHER_FILES, int(files * OTHER_SHARE))

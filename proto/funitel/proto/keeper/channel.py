@@ -3,11 +3,13 @@
 A packet that was sent survives its sender.
 """
 
+import errno
 import os
 import select
 import socket
 import struct
 import time
+from array import array
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +17,9 @@ from funitel.proto.keeper.messages import MAX_RAW_BYTES, Packet, decode, encode
 
 PACKET_BYTES = MAX_RAW_BYTES + 64
 BUFFER_BYTES = 4 << 20  # of packets that were sent and not received yet; the kernel may allow less
+_PAUSE_SECONDS = 0.001  # between two attempts to send; descriptors on their way have a limit that no poll waits for
 _MAX_FDS = 2  # of a connection, and of a file with the bytes
+_BUSY = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)  # there will be room, of descriptors too, once it receives
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user and group
 
 
@@ -34,9 +38,10 @@ class Channel:
 
     @classmethod
     def to(cls, path: str) -> "Channel":
-        """Connect to the keeper at a path; raises OSError."""
+        """Connect to the keeper at a path, without waiting for one that accepts nothing; raises OSError."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            sock.setblocking(False)
             sock.connect(path)
         except OSError:
             sock.close()
@@ -70,6 +75,8 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
+            if error.errno in _BUSY:
+                return False
             raise ChannelLost(str(error)) from error
         finally:
             if file is not None:
@@ -90,15 +97,19 @@ class Channel:
             poller = select.poll()
             poller.register(self.sock, select.POLLOUT)
             poller.poll(1000 * left)
+            time.sleep(_PAUSE_SECONDS)
 
     def receive(self) -> Packet | None:
-        """Take the next packet; None if there is none yet.
+        """Take the next packet; None if there is none yet. Its descriptors are missing where this process has no room.
 
         Raises:
             ChannelLost: there will be none: the other end is gone, or it sends what is no packet.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, PACKET_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            try:
+                data, fds, flags = self._receive()
+            except ConnectionResetError:  # the other end has ended with packets unread; what it sent comes behind this
+                data, fds, flags = self._receive()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -106,13 +117,28 @@ class Channel:
         if not data:
             _close(fds)
             raise ChannelLost("the other end has closed it")
+        if flags & socket.MSG_CTRUNC:
+            _close(fds)
+            fds = []
         try:
             packet, is_in_file = decode(data)
+            if is_in_file and not fds:
+                raise ValueError("no descriptor is left for its bytes")
             raw = _content_of(fds.pop()) if is_in_file else packet.raw
-        except (ValueError, IndexError, OSError) as error:
+        except (ValueError, OSError) as error:
             _close(fds)
             raise ChannelLost(f"{type(error).__name__}: {error}") from error
         return replace(packet, raw=raw, fds=tuple(fds))
+
+    def _receive(self) -> tuple[bytes, list[int], int]:
+        # `socket.recv_fds` of Python 3.11 drops the flags: children would inherit the descriptors.
+        fds = array("i")
+        space = socket.CMSG_SPACE(_MAX_FDS * fds.itemsize)
+        data, ancillary, flags, _ = self.sock.recvmsg(PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+        return data, list(fds), flags
 
     def receive_within(self, seconds: float) -> Packet:
         """Wait for the next packet.
@@ -136,7 +162,13 @@ class Channel:
 
 
 def listen(path: str) -> socket.socket:
-    """Listen for routers of this user at a path; a file that is there is replaced. Raises OSError."""
+    """Listen for routers of this user at a path; the file of a keeper that has ended is replaced.
+
+    Raises:
+        OSError: another keeper listens there, or the path cannot be used.
+    """
+    if _is_in_use(path):
+        raise OSError(errno.EADDRINUSE, "another keeper listens there")
     with suppress(FileNotFoundError):
         os.unlink(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -152,6 +184,16 @@ def listen(path: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _is_in_use(path: str) -> bool:
+    try:
+        Channel.to(path).close()
+    except BlockingIOError:
+        return True  # it listens, and is busy
+    except OSError:
+        return False
+    return True
 
 
 def _file_of(raw: bytes) -> int:

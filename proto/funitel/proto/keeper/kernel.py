@@ -11,7 +11,10 @@ import struct
 _INFO_BYTES = 512
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128  # offsets in struct tcp_info, each of a u64
 _STATE_OFFSET = 0
-_CLOSE_WAIT, _LAST_ACK, _CLOSING, _TIME_WAIT = 8, 9, 11, 6  # states behind the peer's FIN, which counts as a byte
+_FIN_WAIT_1, _FIN_WAIT_2, _TIME_WAIT, _CLOSE, _CLOSE_WAIT, _LAST_ACK, _CLOSING = 4, 5, 6, 7, 8, 9, 11
+# A FIN counts as a byte.
+_SENT_FIN = (_FIN_WAIT_1, _FIN_WAIT_2, _CLOSING, _LAST_ACK, _TIME_WAIT)
+_GOT_FIN = (_CLOSE_WAIT, _LAST_ACK, _CLOSING, _TIME_WAIT)
 _SIOCINQ, _SIOCOUTQ = 0x541B, 0x5411
 _MAX_READS = 1000
 
@@ -33,17 +36,19 @@ def _queue(sock: socket.socket, request: int) -> int:
 def bytes_written(sock: socket.socket) -> int:
     """The bytes that were ever written to an accepted connection, by any process.
 
-    Those that the peer has acknowledged, and those that wait for it. An acknowledgement between the two readings would
-    count bytes twice or never, so that they are read until nothing has come between.
+    Those that the peer has acknowledged, and those that wait for it; the end that `shutdown` sends is none of them. An
+    acknowledgement between the two readings would count bytes twice or never, so that they are read until nothing has
+    come between.
 
     Raises:
         OSError: it is no TCP connection, or the kernel does not count.
     """
     for _ in range(_MAX_READS):
-        acked = _counter(_info(sock), _BYTES_ACKED)
+        info = _info(sock)
+        acked = _counter(info, _BYTES_ACKED)
         waiting = _queue(sock, _SIOCOUTQ)
         if _counter(_info(sock), _BYTES_ACKED) == acked:
-            return acked + waiting
+            return acked + waiting - (info[_STATE_OFFSET] in _SENT_FIN)
     raise OSError("the peer acknowledges bytes faster than they can be counted")
 
 
@@ -58,9 +63,13 @@ def bytes_read(sock: socket.socket) -> int:
         received = _counter(info, _BYTES_RECEIVED)
         unread = _queue(sock, _SIOCINQ)
         if _counter(_info(sock), _BYTES_RECEIVED) == received:
-            has_ended = info[_STATE_OFFSET] in (_CLOSE_WAIT, _LAST_ACK, _CLOSING, _TIME_WAIT)
-            return received - unread - has_ended
+            return received - unread - (info[_STATE_OFFSET] in _GOT_FIN)
     raise OSError("bytes come in faster than they can be counted")
+
+
+def is_over(sock: socket.socket) -> bool:
+    """Whether a connection has ended for good, both ways: its peer has reset it, or both ends have closed it."""
+    return _info(sock)[_STATE_OFFSET] == _CLOSE
 
 
 def counts_bytes() -> bool:

@@ -26,6 +26,7 @@ class Kind(IntEnum):
     RELEASE = 6  # the connection has ended
     ADOPT = 7  # a connection that an earlier keeper had; has a descriptor
     PARTIAL = 8  # the bytes of a request that is not whole yet; from a keeper too
+    FED = 9  # the last of the connections of a router that feeds
     # From a keeper
     CONNECTION = 32  # a connection; `number` is that of its listening socket; has a descriptor
     END = 33  # this was the state: everything later is new
@@ -46,7 +47,10 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a router. `feeds`: it brings connections itself, those of a keeper that has ended."""
+    """The first message of a router. `feeds`: it serves already, and brings its connections to this keeper.
+
+    It does so once the keeper has answered by END.
+    """
 
     generation: int
     feeds: bool = False

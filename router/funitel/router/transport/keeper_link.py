@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,11 @@ from funitel.router.transport.kept_connection import NOTHING, Settled
 
 logger = logging.getLogger(__name__)
 
-HELLO_SECONDS = 30.0  # until the keeper has given its state: an earlier router may have to end first
+STATE_SECONDS = 30.0  # until the keeper has given its state: an earlier router may have to end first
 SEND_SECONDS = 1.0  # for a keeper that is busy
+ANSWER_SECONDS = 5.0  # for the next keeper to answer
 RETRY_SECONDS = 0.1  # between two attempts to reach the next keeper
+REFUSED_SECONDS = 30.0  # the same, after one has refused
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +32,7 @@ class KeptSocket:
     """A connection as the keeper gave it, with the journal of its requests, and the input of one that is not whole."""
 
     id: int
-    listener: int
+    listener: int  # its number among those of the keeper
     sock: socket.socket
     settled: Settled = NOTHING
     requests: list[JournalledRequest] = field(default_factory=list)
@@ -46,6 +49,10 @@ class _Live:
     requests: dict[int, JournalledRequest] = field(default_factory=dict)
 
 
+class RefusedByKeeper(Exception):
+    """The keeper does not serve this router."""
+
+
 class KeeperLink:
     """The channel to the keeper. `on_connection` and `on_yield` are to be set before `watch`."""
 
@@ -58,6 +65,7 @@ class KeeperLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[int, _Live] = {}
         self._is_ready = False
+        self._released: list[int] = []  # connections that have ended without a keeper
         self._finding: asyncio.Task[None] | None = None
 
     @classmethod
@@ -70,36 +78,52 @@ class KeeperLink:
         try:
             channel = Channel.to(path)
         except OSError as error:
-            raise StartupError(f"the keeper at {path} cannot be reached: {error.strerror}") from error
+            raise StartupError(f"the keeper at {path} cannot be reached: {error.strerror or error}") from error
+        link = cls(path, generation, channel)
         try:
             channel.send(Packet(Kind.HELLO, raw=Hello(generation).encode()), SEND_SECONDS)
-            link = cls(path, generation, channel)
             return link, link._state(channel)
-        except ChannelLost as error:
-            channel.close()
+        except (ChannelLost, ValueError) as error:
+            link._abandon()
             raise StartupError(f"the keeper at {path} is lost: {error}") from error
+        except RefusedByKeeper as error:
+            link._abandon()
+            raise StartupError(f"the keeper at {path} refuses this router: {error}") from error
+
+    def _abandon(self) -> None:
+        for live in self._live.values():
+            live.sock.close()
+        self.close()
 
     def _state(self, channel: Channel) -> list[KeptSocket]:
         found: dict[int, KeptSocket] = {}
-        while (packet := channel.receive_within(HELLO_SECONDS)).kind is not Kind.END:
+        while (packet := channel.receive_within(STATE_SECONDS)).kind is not Kind.END:
             match packet.kind:
                 case Kind.CONNECTION:
-                    found[packet.connection] = self._kept(packet)
+                    if (kept := self._kept(packet)) is not None:
+                        found[kept.id] = kept
+                case Kind.REFUSED:
+                    raise RefusedByKeeper(packet.raw.decode())
+                case _ if packet.connection not in found:
+                    pass
                 case Kind.REQUEST:
                     found[packet.connection].requests.append(JournalledRequest(packet.number, packet.raw))
                 case Kind.FACTS:
                     found[packet.connection].requests[-1].facts |= json.loads(packet.raw)
                 case Kind.PARTIAL:
                     found[packet.connection].partial = packet.raw
-                case Kind.REFUSED:
-                    raise StartupError(f"the keeper refuses this router: {packet.raw.decode()}")
                 case _:
                     pass
         for kept in found.values():
             self._live[kept.id].requests = {request.number: request for request in kept.requests}
         return list(found.values())
 
-    def _kept(self, packet: Packet) -> KeptSocket:
+    def _kept(self, packet: Packet) -> KeptSocket | None:
+        """The connection of a packet; None where this process has no descriptor left for it: the keeper ends it."""
+        if not packet.fds:
+            logger.error("no descriptor is left: a connection of the keeper is closed")
+            self._send(Packet(Kind.RELEASE, packet.connection))
+            return None
         sock = socket.socket(fileno=packet.fds[0])
         self._live[packet.connection] = _Live(sock, packet.number, packet.raw)
         return KeptSocket(packet.connection, packet.number, sock, Settled.decode(packet.raw))
@@ -109,12 +133,15 @@ class KeeperLink:
         self._loop = loop
         if self._channel is not None:
             loop.add_reader(self._channel.sock.fileno(), self._receive)
+        else:
+            self._finding = loop.create_task(self._find())
 
     def _receive(self) -> None:
         try:
             while self._channel is not None and (packet := self._channel.receive()) is not None:
                 if packet.kind is Kind.CONNECTION:
-                    self.on_connection(self._kept(packet))
+                    if (kept := self._kept(packet)) is not None:
+                        self.on_connection(kept)
                 elif packet.kind is Kind.YIELD:
                     self.on_yield()
         except ChannelLost as lost:
@@ -154,6 +181,8 @@ class KeeperLink:
         live = self._live.pop(connection, None)
         if live is not None:
             self._send(Packet(Kind.RELEASE, connection))
+            if self._channel is None:
+                self._released.append(connection)
 
     def put_partial(self, connection: int, raw: bytes) -> None:
         """Hand over the bytes of a request that is not whole, before this router ends."""
@@ -171,15 +200,17 @@ class KeeperLink:
 
     def _lose(self, lost: ChannelLost) -> None:
         channel, self._channel = self._channel, None
-        if channel is None or self._loop is None:
+        if channel is None:
             return
-        self._loop.remove_reader(channel.sock.fileno())
-        channel.close()
         logger.error("the keeper is lost, serving on without one until the next: %s", lost)
-        self._finding = self._loop.create_task(self._find())
+        if self._loop is not None:
+            self._loop.remove_reader(channel.sock.fileno())
+            self._finding = self._loop.create_task(self._find())
+        channel.close()
 
     async def _find(self) -> None:
         """Give everything to the next keeper."""
+        said = ""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             try:
@@ -187,27 +218,53 @@ class KeeperLink:
             except OSError:
                 continue
             try:
+                await self._greet(channel)
                 self._feed(channel)
-                return
+            except RefusedByKeeper as refused:
+                channel.close()
+                if str(refused) != said:
+                    said = str(refused)
+                    logger.error("the next keeper refuses this router, which serves on without one: %s", said)
+                await asyncio.sleep(REFUSED_SECONDS)
             except ChannelLost:
                 channel.close()
+            except BaseException:
+                channel.close()
+                raise
+            else:
+                return
+
+    async def _greet(self, channel: Channel) -> None:
+        """Say that this router brings its connections, and wait until the keeper takes them."""
+        channel.send(Packet(Kind.HELLO, raw=Hello(self._generation, feeds=True).encode()), SEND_SECONDS)
+        end = time.monotonic() + ANSWER_SECONDS
+        while (packet := channel.receive()) is None:
+            if time.monotonic() > end:
+                raise ChannelLost(f"it has not answered within {ANSWER_SECONDS:g} s")
+            await asyncio.sleep(RETRY_SECONDS / 10)
+        if packet.kind is Kind.REFUSED:
+            raise RefusedByKeeper(packet.raw.decode())
 
     def _feed(self, channel: Channel) -> None:
+        """Say all that is live, in one turn of the loop: what comes later goes to this keeper."""
+
         def say(packet: Packet) -> None:
             channel.send(packet, SEND_SECONDS)
 
-        say(Packet(Kind.HELLO, raw=Hello(self._generation, feeds=True).encode()))
+        for connection in self._released:
+            say(Packet(Kind.RELEASE, connection))
         for connection, live in self._live.items():
+            if live.sock.fileno() < 0:
+                continue  # its transport has closed it, and releases it next
             say(Packet(Kind.ADOPT, connection, live.listener, live.settled, (live.sock.fileno(),)))
             for number, request in live.requests.items():
                 say(Packet(Kind.REQUEST, connection, number, request.raw))
                 say(Packet(Kind.FACTS, connection, number, json.dumps(request.facts).encode()))
-        while (packet := channel.receive_within(HELLO_SECONDS)).kind is not Kind.END:
-            if packet.kind is Kind.REFUSED:
-                raise ChannelLost(packet.raw.decode())
+        say(Packet(Kind.FED))
         if self._is_ready:
             say(Packet(Kind.READY))
-        assert self._loop is not None, "`watch` comes before the loss of a keeper"
+        assert self._loop is not None, "`watch` comes before the search for a keeper"
+        self._released.clear()
         self._channel = channel
         self._loop.add_reader(channel.sock.fileno(), self._receive)
         logger.info("another keeper holds the connections: %d", len(self._live))
