@@ -35,6 +35,7 @@ def test_a_signal_stops_the_router_first_and_leaves_nothing(launch: Launch, numb
     assert launched.wait() == 0
     stops = [e for e in launched.events if e.endswith(("sigterm", "stopped"))]
     assert stops[:2] == ["router sigterm", "router stopped"]
+    assert stops.pop() == "keeper stopped"
     assert sorted(stops[2:]) == ["shard-0 sigterm", "shard-0 stopped", "shard-1 sigterm", "shard-1 stopped"]
     launched.assert_nothing_left()
     assert "error:" not in launched.stderr

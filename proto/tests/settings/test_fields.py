@@ -258,6 +258,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "listen_fd": st.lists(st.integers(0, 1000), max_size=2).map(tuple),
     "ready_fd": st.none() | st.integers(0, 1000),
     "accepts_early": st.booleans(),
+    "keeper": st.none() | TEXT,
+    "generation": st.integers(0, 10**6),
     "replica_address": st.lists(st.sampled_from(["unix:///tmp/a-0", "tcp://host:80"]), max_size=2, unique=True).map(
         tuple
     ),
@@ -358,6 +360,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
+    "deployment_file": st.none() | TEXT,
 }
 SHARD: dict[str, st.SearchStrategy[Any]] = {
     "model_id": st.just("/models/it"),
@@ -421,6 +424,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "otlp_service_name": TEXT,
     "folder_fd": st.none() | st.integers(0, 1000),
     "exit_with_parent": st.none() | st.integers(1, 2**22),
+    "deployment_file": st.none() | TEXT,
 }
 
 

@@ -17,9 +17,10 @@ from funitel.launcher.lifecycle.orphans import routers_of
 from funitel.launcher.processes.file_tail import FileTail
 from funitel.launcher.processes.relay import relay
 from funitel.launcher.processes.restart_policy import RestartPolicy
-from funitel.launcher.processes.watched import WatchedProcess, how_it_ended, start_of
+from funitel.launcher.processes.watched import WatchedProcess, how_it_ended
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import FunitelError
+from funitel.proto.process.start_times import start_of
 
 logger = logging.getLogger(__name__)
 
