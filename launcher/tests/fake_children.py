@@ -157,8 +157,9 @@ def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
     """Greet the keeper as a router does; the result waits for its connections."""
     channel = Channel.to(flag("--keeper"))
     channel.send(Packet(Kind.HELLO, raw=Hello(int(flag("--generation"))).encode()), 5)
-    while channel.receive_within(30).kind is not Kind.END:
-        pass
+    left: list[Packet] = []  # connections of an earlier router, none of which has an answer yet
+    while (packet := channel.receive_within(30)).kind is not Kind.END:
+        left += [packet] if packet.kind is Kind.CONNECTION else []
     fake.note("greeted", keeper=channel.peer[0])
     channel.send(Packet(Kind.READY), 5)
     before: list[int] = []
@@ -168,7 +169,7 @@ def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
             channel.send(Packet(Kind.RELEASE, before.pop()), 5)
         while True:
             try:
-                packet = channel.receive_within(600)
+                packet = left.pop() if left else channel.receive_within(600)
             except ChannelLost:
                 return from_keeper_again(fake)()
             if packet.kind is Kind.YIELD:
@@ -201,7 +202,7 @@ def keeper() -> None:
     from funitel.launcher.keeper.__main__ import main
 
     fake = Fake("keeper")
-    fake.note("start", argv=sys.argv[2:], environ=dict(os.environ))
+    fake.begin()
     del sys.argv[1]
     code = main()
     fake.note("stopped")

@@ -23,12 +23,12 @@ from funitel.launcher.control_plane.state_folder import owning, run_folder
 from funitel.launcher.processes.pid_one import is_pid_one
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.address_file import address_file
+from funitel.launcher.supervisor.keeper_process import usable_keeper
 from funitel.launcher.supervisor.lasting_child import LastingFiles
 from funitel.launcher.supervisor.leftovers import Leftovers
 from funitel.launcher.supervisor.supervisor import NextDeployment, ResolveNext, Supervisor, Surroundings
 from funitel.proto.errors import SettingsError
 from funitel.proto.extras import check_extra
-from funitel.proto.keeper.kernel import counts_bytes
 from funitel.proto.process.deployment_file import file_of
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,7 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
         check_extra("otlp", "--otlp-endpoint")
     if settings.env:
         logger.info("%s", describe_environment())
-    if settings.keeper and not counts_bytes():
-        logger.warning("this kernel does not count the bytes of connections: going on as with --keeper false")
-        settings = dataclasses.replace(settings, keeper=False)
+    settings = usable_keeper(settings)
     num_shard, gpus = shards_and_gpus(settings, environ)
     num_shards = num_shard * settings.num_replicas
     check_task_limit(num_shards, settings.num_threads or share_of_cores(settings.device, num_shards) or 1)
@@ -107,7 +105,7 @@ def _lasting(settings: ResolvedSettings, uds_path: str) -> LastingFiles | None:
     """The files of children that outlive this process; None where they are to end with it."""
     if not settings.keeper or not settings.adopt_timeout or is_pid_one():
         return None
-    files = LastingFiles(file_of(uds_path), logs_folder(uds_path))
+    files = LastingFiles(logs_folder(uds_path), file_of(uds_path))
     try:
         files.prepare()
     except OSError as error:

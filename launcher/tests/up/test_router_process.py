@@ -23,7 +23,7 @@ def router_of(folder: Path) -> RouterProcess:
 async def test_a_router_that_was_not_recorded_is_found(tmp_path: Path) -> None:
     first, other = router_of(tmp_path), router_of(tmp_path)
     first.open()
-    first.start()
+    await first.start()
     try:
         (tmp_path / RECORD).unlink()
         assert other.adopt()
@@ -40,6 +40,6 @@ async def test_a_record_that_cannot_be_written_does_not_end_the_router(
     router = router_of(tmp_path)
     (tmp_path / RECORD).mkdir()
     router.open()
-    router.start()
+    await router.start()
     assert "router.json cannot be written" in caplog.text
     await router.stop(5)

@@ -1,6 +1,7 @@
 """The process of the keeper: started before the first router, and again whenever it ends."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from funitel.launcher.supervisor.lasting_child import ChildMaker, record_of
 from funitel.launcher.supervisor.process import Child, stop_child
 from funitel.proto.errors import FunitelError
 from funitel.proto.keeper.channel import Channel
+from funitel.proto.keeper.kernel import counts_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,14 @@ NAME = "keeper"
 
 Listen = Callable[[], Sequence[socket]]
 """Opens the ports; raises SettingsError where one is in use."""
+
+
+def usable_keeper(settings: LauncherSettings) -> LauncherSettings:
+    """The settings, without a keeper where the kernel has not what it needs."""
+    if not settings.keeper or counts_bytes():
+        return settings
+    logger.warning("this kernel does not count the bytes of connections: going on as with --keeper false")
+    return dataclasses.replace(settings, keeper=False)
 
 
 class KeeperProcess:
@@ -68,6 +78,16 @@ class KeeperProcess:
         """What `adopt` needs."""
         return record_of(self._child)
 
+    @property
+    def has_process(self) -> bool:
+        """Whether it was started or adopted, and not stopped."""
+        return self._child is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where it has ended."""
+        return None if self._child is None or self._child.has_exited else self._child.pid
+
     def open(self) -> None:
         """Open the ports, unless they are; raises SettingsError where one is in use."""
         if not self._listeners:
@@ -85,9 +105,10 @@ class KeeperProcess:
             raise FunitelError(self._running.exit_reason())
 
     def adopt(self, record: Mapping[str, Any]) -> None:
-        """Watch the keeper of an earlier launcher, which has the ports."""
-        self._child = self._children.adopt(NAME, record)
-        if self._child.pid is not None:
+        """Watch the keeper of an earlier launcher, which has the ports; nothing if it has ended."""
+        child = self._children.adopt(NAME, record)
+        if child.pid is not None:
+            self._child = child
             self._listens.set()
 
     @property
@@ -100,7 +121,11 @@ class KeeperProcess:
             os.unlink(self.path)
         descriptors = [listener.fileno() for listener in self._listeners]
         argv = self._commands.keep(
-            self._settings, self.path, descriptors, deployment_file=self._children.deployment_file
+            self._settings,
+            self.path,
+            descriptors,
+            outlives=self._children.outlives,
+            deployment_file=self._children.deployment_file,
         )
         self._child = self._children.make(NAME, NAME, argv, self._environ, descriptors)
         await self._child.start()

@@ -115,10 +115,10 @@ async def _ended(code: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LastingFiles:
-    """Where children that outlive a launcher are named, and where they write."""
+    """Where children that outlive a launcher write, and where they are named; without that file they never end with it."""
 
-    deployment_file: str
     logs: Path
+    deployment_file: str | None = None
 
     def prepare(self) -> None:
         """Make the folder of the logs; raises OSError where another user has it."""
@@ -142,6 +142,11 @@ class ChildMaker:
     json_output: bool
     lasting: LastingFiles | None = None
     on_change: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether children go on without any launcher."""
+        return self.lasting is not None and self.lasting.deployment_file is None
 
     @property
     def deployment_file(self) -> str | None:

@@ -142,7 +142,7 @@ class Supervisor:
         self._listen_to_signals()
         adopted = self._adopt() if self._leftovers is not None else None
         self._note()
-        keeping = asyncio.create_task(self._keep(is_there=adopted is not None))
+        keeping = asyncio.create_task(self._keep())
         serving = asyncio.create_task(self._serve(adopted))
         stopping = asyncio.create_task(self._stop_requested.wait())
         try:
@@ -154,12 +154,13 @@ class Supervisor:
             stopping.cancel()
             await self._stop(serving, keeping)
 
-    async def _keep(self, *, is_there: bool) -> None:
+    async def _keep(self) -> None:
         """Have a keeper all the time, if there is to be one; never return."""
         if self._keeper is None:
             await asyncio.Event().wait()
             return
-        if not is_there:
+        if not self._keeper.has_process:
+            self._keeper.open()
             await self._keeper.start()
         await self._keeper.keep()
 
@@ -222,7 +223,7 @@ class Supervisor:
 
     def _note(self) -> None:
         """Write which processes there are, for another launcher if this one dies."""
-        if self._lasting is None:
+        if self._lasting is None or self._lasting.deployment_file is None:
             return
         me = os.getpid()
         content = {
