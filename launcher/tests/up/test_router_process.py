@@ -17,6 +17,7 @@ COMMANDS = Commands(router=(sys.executable, "-c", "import time; time.sleep(600)"
 
 def router_of(folder: Path) -> RouterProcess:
     folders = Folders(run=folder / "run", state=folder)
+    folders.run.mkdir(exist_ok=True)
     return RouterProcess(LauncherSettings(port=free_port()), "127.0.0.1", dict(os.environ), folders, COMMANDS)
 
 
