@@ -49,7 +49,9 @@ def test_a_router_that_keeps_dying_ends_the_launcher(launch: Launch) -> None:
 
 
 def test_before_the_deployment_is_ready_the_end_of_a_router_ends_it(launch: Launch) -> None:
-    launched = launch(*ONE, fake={"router": {"fails": 1, "says": ["error: no such tokenizer"]}, "shard-0": {"delay": 9}})
+    launched = launch(
+        *ONE, fake={"router": {"fails": 1, "says": ["error: no such tokenizer"]}, "shard-0": {"delay": 9}}
+    )
     assert launched.wait() == 1
     assert launched.stderr.splitlines()[-1] == "error: router exited with code 1: last error: no such tokenizer"
     assert launched.events.count("router start") == 1
@@ -117,7 +119,9 @@ def test_another_router_takes_over_in_place(launch: Launch) -> None:
 
 
 def test_where_another_router_cannot_start_the_current_one_serves_on(launch: Launch) -> None:
-    launched = launch(*ONE, fake={"router": {"fails_at_start": 2, "says": ["error: new code, new errors"]}}).until_ready()
+    launched = launch(
+        *ONE, fake={"router": {"fails_at_start": 2, "says": ["error: new code, new errors"]}}
+    ).until_ready()
     router = launched.answering()
     launched.send(signal.SIGUSR2)
     launched.until_said("the router was not replaced, it serves on: router exited with code 1")

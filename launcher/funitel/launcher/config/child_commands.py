@@ -149,7 +149,6 @@ class Commands:
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
 
-
     def keep(
         self,
         settings: LauncherSettings,

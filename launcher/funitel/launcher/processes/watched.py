@@ -63,7 +63,9 @@ class WatchedProcess:
                 )
                 OWN_CHILDREN.pids.add(process.pid)
             # It is a child that was not waited for, so its pid is its own, even if it has ended.
-            return cls(name, process.pid, os.pidfd_open(process.pid), (state_and_start_of(process.pid) or ("", 0))[1], process)
+            return cls(
+                name, process.pid, os.pidfd_open(process.pid), (state_and_start_of(process.pid) or ("", 0))[1], process
+            )
         except OSError as error:
             raise FunitelError(f"{name} cannot be started: {error.strerror or error}") from error
 

@@ -86,7 +86,10 @@ class Deployment:
         self._folder: Path | None = None
         keeper = sockets.keeper
         self._router = ServingRouter(
-            self._make_router, settings.max_restarts, None if keeper is None else keeper.until_listening, children.on_change
+            self._make_router,
+            settings.max_restarts,
+            None if keeper is None else keeper.until_listening,
+            children.on_change,
         )
 
     async def start(self, fetch: Callable[[], Awaitable[Path]], *, is_first: bool) -> None:

@@ -1,4 +1,4 @@
-"""Children that outlive a launcher that dies, so that the next one can adopt them; they write to files, not to pipes."""
+"""Children that outlive a launcher that dies, so that the next one can adopt them; they write to files, not pipes."""
 
 import asyncio
 import logging
@@ -115,7 +115,7 @@ async def _ended(code: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LastingFiles:
-    """Where children that outlive a launcher write, and where they are named; without that file they never end with it."""
+    """Where children that outlive a launcher write, and the file that names them; without it they never end with it."""
 
     logs: Path
     deployment_file: str | None = None

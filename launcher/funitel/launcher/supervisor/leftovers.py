@@ -112,7 +112,7 @@ class Leftovers:
 
 
 class RetiringProcesses:
-    """A deployment that was replaced before its launcher died: its router finishes its requests, then all of it ends."""
+    """A deployment that was replaced before its launcher died: its router finishes its requests, and all of it ends."""
 
     def __init__(self, record: Mapping[str, Any], children: ChildMaker) -> None:
         """Watch the processes of a deployment's record."""

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from funitel.launcher.processes.restart_policy import RestartPolicy
 from funitel.launcher.supervisor.process import Child
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 REPLACEMENT_GRACE_SECONDS = 2.0
 
 MakeRouter = Callable[[int, bool], Child]
-"""Describes a router, by the descriptor that it writes to once it is ready, and whether it accepts connections before."""
+"""Describes a router, by the descriptor that it writes to once it is ready, and whether it accepts clients before."""
 
 
 class ServingRouter:
@@ -78,14 +78,14 @@ class ServingRouter:
     @contextmanager
     def _ready_pipe(self) -> Iterator[tuple[int, int]]:
         """A pipe; the read end is left open, unless the `with` fails."""
-        read_end, write_end = os.pipe()
-        try:
-            yield read_end, write_end
-        except BaseException:
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
+        with ExitStack() as stack:
+            read_end, write_end = os.pipe()
+            stack.callback(os.close, read_end)
+            try:
+                yield read_end, write_end
+            finally:
+                os.close(write_end)
+            stack.pop_all()
 
     # Service --------------------------------------------------------------------------------------------------------
 

@@ -231,7 +231,7 @@ class Supervisor:
             "adopt_timeout": self._settings.adopt_timeout,
             "port": self._settings.port,
             "keeper": None if self._keeper is None else self._keeper.record,
-            "deployments": [each.record for each in (*self._inherited, *self._deployments)],
+            "deployments": [*(each.record for each in self._inherited), *(each.record for each in self._deployments)],
         }
         try:
             write(self._lasting.deployment_file, content)

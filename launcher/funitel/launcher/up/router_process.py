@@ -1,6 +1,6 @@
-"""The router of `funitel up`, and its keeper: both outlive the control plane, are adopted by the next one, and restarted.
+"""The router of `funitel up`, and its keeper: they outlive the control plane, and are adopted by the next one.
 
-A router that ends beside a keeper is replaced without a loss.
+One that ends is restarted; a router that ends beside a keeper is replaced without a loss.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
-from typing import Any, NoReturn
+from typing import Any
 
 from funitel.launcher.config.child_commands import Commands, router_environ
 from funitel.launcher.config.sockets import listen
@@ -195,7 +195,7 @@ class RouterProcess:
         Raises:
             FunitelError: one has ended too often in a row, or its port is in use meanwhile.
         """
-        keeping = [asyncio.create_task(self._keep_router())]
+        keeping: list[asyncio.Task[None]] = [asyncio.create_task(self._keep_router())]
         if self._keeper is not None:
             keeping.append(asyncio.create_task(self._keep_keeper(self._keeper)))
         try:
@@ -228,12 +228,13 @@ class RouterProcess:
         self._write_record(self._flags(()))
         logger.info("the router was replaced by process %d", fresh.pid)
 
-    async def _keep_router(self) -> NoReturn:
+    async def _keep_router(self) -> None:
         restarts = RestartPolicy(self._settings.max_restarts)
         while True:
             started = time.monotonic()
             requested = asyncio.create_task(self._replace_requested.wait())
-            await asyncio.wait({self._running.exited, requested}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [self._running.exited, requested]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             requested.cancel()
             if not self._running.has_exited:
                 self._replace_requested.clear()

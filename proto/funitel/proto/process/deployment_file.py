@@ -1,4 +1,4 @@
-"""The file that names the processes of a deployment, beside its sockets, and who ends with whom. Linux only.
+"""The file that names the processes of a deployment, beside its sockets, and what ends with a launcher. Linux only.
 
 Children of a launcher that has died wait for another one: its process id in the file. Without the file they end with
 their parent, see `parent.py`.
@@ -155,7 +155,9 @@ def _next_launcher(name: str, seconds: float) -> Mapping[str, Any] | None:
     while True:
         content = read(name)
         if content is not None and runs(content["launcher"]):
-            is_listed = any(me["pid"] == each["pid"] and me["started"] == each["started"] for each in processes_in(content))
+            is_listed = any(
+                me["pid"] == each["pid"] and me["started"] == each["started"] for each in processes_in(content)
+            )
             return content["launcher"] if is_listed else None
         if time.monotonic() >= end:
             return None
