@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -88,6 +89,14 @@ class Launched:
 
     def entry(self, event: str) -> dict[str, Any]:
         return next(e for e in self.entries if f"{e['process']} {e['event']}" == event)
+
+    def of(self, process: str, event: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.entries if (entry["process"], entry["event"]) == (process, event)]
+
+    def answering(self) -> int:
+        """The pid of the router that answers."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/pid", timeout=PATIENCE_SECONDS) as answer:
+            return int(answer.read())
 
     def pids(self) -> set[int]:
         return {e["pid"] for e in self.entries} | {e["child"] for e in self.entries if "child" in e}

@@ -1,4 +1,4 @@
-"""Imitations of the model server and the router, for tests: `fake_children.py model_server|router ...`.
+"""Imitations of the model server and the router, and the real keeper, for tests: `fake_children.py model_server ...`.
 
 What each does is told by the variable FAKE, a JSON object of behaviours by process name ("download",
 "shard-0", "replica-1-shard-0", "router"); what each lived through is appended to the file FAKE_LOG, one JSON object a
@@ -13,8 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
+
+from funitel.proto.keeper.channel import Channel, ChannelLost
+from funitel.proto.keeper.messages import Hello, Kind, Packet
+from funitel.proto.process.deployment_file import end_with_launcher, is_launcher_gone
 
 
 class Fake:
@@ -76,6 +81,10 @@ class Fake:
         if not self.behaviour.get("stubborn"):
             self.is_stopping = True
 
+    def is_orphan(self) -> bool:
+        """Whether there is no launcher any more."""
+        return "--exit-with-parent" in sys.argv and is_launcher_gone(int(flag("--exit-with-parent")), file_flag())
+
     def on_sigusr1(self) -> None:
         self.note("sigusr1")
         self.is_stopping = True
@@ -83,10 +92,12 @@ class Fake:
     def live(self) -> NoReturn:
         """Serve until SIGTERM, until the parent is gone or until the behaviour says to die."""
         self.note("ready")
+        if "--deployment-file" in sys.argv:
+            end_with_launcher(int(flag("--exit-with-parent")), file_flag())
         born = time.monotonic()
         while not self.is_stopping:
             time.sleep(0.05)
-            if "--exit-with-parent" in sys.argv and os.getppid() != int(flag("--exit-with-parent")):
+            if "--deployment-file" not in sys.argv and self.is_orphan():
                 os._exit(0)
             if time.monotonic() - born > self.behaviour.get("dies_after", float("inf")):
                 self.die()
@@ -123,21 +134,79 @@ def answer_health(path: str) -> None:
     server.start()
 
 
-def answer_http(listener: socket.socket, is_healthy: bool) -> None:
-    """Answer GET /health with 200 if healthy, and any other request with 404."""
+def answer_http(accept: Callable[[], tuple[socket.socket, object]], is_healthy: bool) -> None:
+    """Answer GET /health with 200 if healthy, GET /pid with the process id, and any other request with 404."""
     while True:
-        connection, _ = listener.accept()
+        connection, _ = accept()
+        connection.setblocking(True)
         with connection, connection.makefile("rb") as lines, suppress(OSError):
             request = lines.readline()
             while lines.readline().strip():
                 pass
-            found = is_healthy and request.split()[1:2] == [b"/health"]
+            path, body = request.split()[1:2], b""
+            if path == [b"/pid"]:
+                body = str(os.getpid()).encode()
+            found = is_healthy and path in ([b"/health"], [b"/pid"])
             status = b"200 OK" if found else b"404 Not Found"
-            connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            length = b"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+            connection.sendall(b"HTTP/1.1 " + status + length + body)
+            connection.shutdown(socket.SHUT_RDWR)  # the keeper has it too
+
+
+def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
+    """Greet the keeper as a router does; the result waits for its connections."""
+    channel = Channel.to(flag("--keeper"))
+    channel.send(Packet(Kind.HELLO, raw=Hello(int(flag("--generation"))).encode()), 5)
+    left: list[Packet] = []  # connections of an earlier router, none of which has an answer yet
+    while (packet := channel.receive_within(30)).kind is not Kind.END:
+        left += [packet] if packet.kind is Kind.CONNECTION else []
+    fake.note("greeted", keeper=channel.peer[0])
+    channel.send(Packet(Kind.READY), 5)
+    before: list[int] = []
+
+    def accept() -> tuple[socket.socket, object]:
+        if before:
+            channel.send(Packet(Kind.RELEASE, before.pop()), 5)
+        while True:
+            try:
+                packet = left.pop() if left else channel.receive_within(600)
+            except ChannelLost:
+                return from_keeper_again(fake)()
+            if packet.kind is Kind.YIELD:
+                fake.note("yields")
+                os._exit(0)
+            if packet.kind is Kind.CONNECTION:
+                before.append(packet.connection)
+                return socket.socket(fileno=packet.fds[0]), None
+
+    return accept
+
+
+def from_keeper_again(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
+    while True:
+        with suppress(OSError, ChannelLost):
+            return from_keeper(fake)
+        time.sleep(0.05)
 
 
 def flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
+
+
+def file_flag() -> str | None:
+    return flag("--deployment-file") if "--deployment-file" in sys.argv else None
+
+
+def keeper() -> None:
+    """Run the real one."""
+    from funitel.launcher.keeper.__main__ import main
+
+    fake = Fake("keeper")
+    fake.begin()
+    del sys.argv[1]
+    code = main()
+    fake.note("stopped")
+    sys.exit(code)
 
 
 def download() -> None:
@@ -168,12 +237,16 @@ def router() -> None:
     fake.begin()
     if "--ready-fd" in sys.argv:
         os.write(int(flag("--ready-fd")), b"\n")
-    listener = socket.socket(fileno=int(flag("--listen-fd")))
-    listener.setblocking(True)
+    if "--keeper" in sys.argv:
+        accept = from_keeper_again(fake)
+    else:
+        listener = socket.socket(fileno=int(flag("--listen-fd")))
+        listener.setblocking(True)
+        accept = listener.accept
     is_healthy = not fake.behaviour.get("unhealthy")
-    threading.Thread(target=answer_http, args=(listener, is_healthy), daemon=True).start()
+    threading.Thread(target=answer_http, args=(accept, is_healthy), daemon=True).start()
     fake.live()
 
 
 if __name__ == "__main__":
-    {"download-weights": download, "serve": shard}.get(sys.argv[2], router)()
+    {"download-weights": download, "serve": shard}.get(sys.argv[2], keeper if sys.argv[1] == "keeper" else router)()

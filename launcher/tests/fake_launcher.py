@@ -15,7 +15,11 @@ from funitel.launcher.config.command_line import launcher_app
 from funitel.proto.settings.fields import run_app
 
 FAKE_CHILDREN = (sys.executable, str(Path(__file__).with_name("fake_children.py")))
-COMMANDS = Commands(model_server=(*FAKE_CHILDREN, "model_server"), router=(*FAKE_CHILDREN, "router"))
+COMMANDS = Commands(
+    model_server=(*FAKE_CHILDREN, "model_server"),
+    router=(*FAKE_CHILDREN, "router"),
+    keeper=(*FAKE_CHILDREN, "keeper"),
+)
 
 # Shorter than in service: what these seconds are for happens at once here.
 CONSTANTS = {"supervisor.replica.SETTLE_SECONDS": 0.2, "processes.restart_policy.FIRST_DELAY_SECONDS": 0.1}

@@ -1,6 +1,6 @@
 """Imitation of the router of `funitel up`: follows the snapshots of a control socket, and says what it uses.
 
-    python -m funitel_testing.fake_router --control-socket PATH --listen-fd N ...
+    python -m funitel_testing.fake_router --control-socket PATH --listen-fd N|--keeper PATH ...
 
 It attaches each replica that is ready, and releases what is drained or gone. On its port it answers 200 with its pid
 to anything. A file `router.jsonl` beside the socket gets a line for each snapshot.
@@ -12,8 +12,12 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from funitel.proto.keeper.channel import Channel, ChannelLost
+from funitel.proto.keeper.messages import Hello, Kind, Packet
 
 RETRY_SECONDS = 0.1
 UNUSED = ("draining", "sleeping")
@@ -89,16 +93,44 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
+async def serve_kept(path: str, generation: int) -> None:
+    """Answer on connections of the keeper, and of the next one."""
+    while True:
+        try:
+            channel = Channel.to(path)
+        except OSError:
+            await asyncio.sleep(RETRY_SECONDS)
+            continue
+        channel.send(Packet(Kind.HELLO, raw=Hello(generation).encode()), 5)
+        with suppress(ChannelLost):
+            while True:
+                packet = channel.receive()
+                if packet is None:
+                    await asyncio.sleep(0.01)
+                elif packet.kind is Kind.END:
+                    channel.send(Packet(Kind.READY), 5)
+                elif packet.kind is Kind.YIELD:
+                    os._exit(0)
+                elif packet.kind is Kind.CONNECTION:
+                    await answer(*await asyncio.open_connection(sock=socket.socket(fileno=packet.fds[0])))
+                    channel.send(Packet(Kind.RELEASE, packet.connection), 5)
+
+
 async def main() -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    listener = socket.socket(fileno=int(flag("--listen-fd")))
-    listener.setblocking(False)
-    await asyncio.start_server(answer, sock=listener)
+    if "--keeper" in sys.argv:
+        serving = [asyncio.create_task(serve_kept(flag("--keeper"), int(flag("--generation"))))]
+    else:
+        listener = socket.socket(fileno=int(flag("--listen-fd")))
+        listener.setblocking(False)
+        await asyncio.start_server(answer, sock=listener)
+        serving = []
     print("listening", flush=True)
     following = asyncio.create_task(FakeRouterProcess(flag("--control-socket")).run())
     await stop.wait()
-    following.cancel()
+    for task in (following, *serving):
+        task.cancel()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Serve a model until a signal or a failure: resolve what is open, claim addresses, run the supervisor."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -13,14 +14,16 @@ from funitel.launcher.config.child_commands import Commands
 from funitel.launcher.config.command_line import ParsedCommandLine
 from funitel.launcher.config.environment_report import describe_environment
 from funitel.launcher.config.resolve import resolve, shards_and_gpus, share_of_cores
-from funitel.launcher.config.sockets import claim, listen
+from funitel.launcher.config.sockets import claim
 from funitel.launcher.config.task_limit import check_task_limit
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.control_plane.folders import Folders
 from funitel.launcher.control_plane.state_folder import owning, run_folder
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.address_file import address_file
-from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
+from funitel.launcher.supervisor.adoption import Ports, adoptable, lasting_files
+from funitel.launcher.supervisor.keeper_process import usable_keeper
+from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor, Surroundings
 from funitel.proto.errors import SettingsError
 from funitel.proto.extras import check_extra
 
@@ -44,6 +47,7 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
         check_extra("otlp", "--otlp-endpoint")
     if settings.env:
         logger.info("%s", describe_environment())
+    settings = usable_keeper(settings)
     num_shard, gpus = shards_and_gpus(settings, environ)
     num_shards = num_shard * settings.num_replicas
     check_task_limit(num_shards, settings.num_threads or share_of_cores(settings.device, num_shards) or 1)
@@ -53,22 +57,25 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
         def resolve_next(number: int) -> NextDeployment:
             fresh = given.reread()
             try:
-                following = next_settings(settings, resolved, fresh.settings, fresh.environ, number)
+                following = next_settings(given.settings, resolved, fresh.settings, fresh.environ, number)
                 return NextDeployment(following, fresh.environ, fresh.located)
             except SettingsError as error:
                 raise fresh.located(error.message) from error
 
         with ExitStack() as stack:
-            listeners = [stack.enter_context(listen(resolved.hostname, resolved.port))]
-            if resolved.prometheus_port is not None:
-                second = listen(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
-                listeners.append(stack.enter_context(second))
+            leftovers, adopted = adoptable(
+                uds_path, settings, NextDeployment(resolved, environ, given.located), resolve_next
+            )
+            resolved = dataclasses.replace(resolved, port=adopted.settings.port)
+            ports = Ports(resolved, stack)
+            if leftovers is None:
+                ports.open()
             write_address = stack.enter_context(address_file(resolved))
             state = None if resolved.state_dir is None else stack.enter_context(owning(Path(resolved.state_dir)))
             folders = Folders(run=run_folder(state or Path(f"{uds_path}.models")), state=state)
-            supervisor = Supervisor(
-                resolved, environ, listeners, resolve_next, commands, write_address, folders.control_socket
-            )
+            lasting, control = lasting_files(resolved, uds_path), folders.control_socket
+            around = Surroundings(uds_path, ports.open, lasting, leftovers, control)
+            supervisor = Supervisor(adopted.settings, adopted.environ, around, resolve_next, commands, write_address)
             asyncio.run(_serve(supervisor, settings, environ, folders, commands or Commands()))
 
 

@@ -28,7 +28,8 @@ def test_others_take_the_place_of_what_serves_before_it_is_stopped(launch: Launc
     events = launched.events
     assert events.count("download start") == 2, "the model is resolved anew"
     first, second = of(launched, "router", "start")
-    assert flag(first, "--listen-fd") == flag(second, "--listen-fd"), "one socket, whoever takes its connections"
+    assert flag(first, "--keeper") == flag(second, "--keeper"), "one keeper, which has the connections of both"
+    assert (flag(first, "--generation"), flag(second, "--generation")) == ("0", "1")
     assert "--accepts-early" in first["argv"]
     assert "--accepts-early" not in second["argv"]
     assert {"--ready-fd"} <= {*first["argv"]} & {*second["argv"]}

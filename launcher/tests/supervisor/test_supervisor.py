@@ -35,6 +35,7 @@ def test_a_signal_stops_the_router_first_and_leaves_nothing(launch: Launch, numb
     assert launched.wait() == 0
     stops = [e for e in launched.events if e.endswith(("sigterm", "stopped"))]
     assert stops[:2] == ["router sigterm", "router stopped"]
+    assert stops.pop() == "keeper stopped"
     assert sorted(stops[2:]) == ["shard-0 sigterm", "shard-0 stopped", "shard-1 sigterm", "shard-1 stopped"]
     launched.assert_nothing_left()
     assert "error:" not in launched.stderr
@@ -108,16 +109,16 @@ def test_a_shard_that_dies_ends_router_then_peers_with_one_final_line(launch: La
     launched.assert_nothing_left()
 
 
-def test_a_router_that_dies_ends_the_shards(launch: Launch) -> None:
+def test_without_a_keeper_a_router_that_dies_ends_the_shards(launch: Launch) -> None:
     fake = {"router": {"dies_after": 0.5, "code": 3, "last_words": ["something", "broke down"]}}
-    launched = launch(fake=fake)
+    launched = launch("--keeper", "false", fake=fake)
     assert launched.wait() == 1
     assert launched.stderr.splitlines()[-1] == "error: router exited with code 3: last line: broke down"
     launched.assert_nothing_left()
 
 
 def test_a_router_that_exits_well_is_a_failure_too(launch: Launch) -> None:
-    launched = launch(fake={"router": {"dies_after": 0.2, "code": 0}})
+    launched = launch("--keeper", "false", fake={"router": {"dies_after": 0.2, "code": 0}})
     assert launched.wait() == 1
     assert launched.stderr.splitlines()[-1] == "error: router exited with code 0"
 
@@ -175,8 +176,9 @@ def test_a_killed_download_is_explained(launch: Launch) -> None:
     assert launched.stderr.splitlines() == ["error: download exited with code -9 (killed by SIGKILL)"]
 
 
-def test_a_killed_launcher_leaves_no_process(launch: Launch) -> None:
-    launched = launch(*TWO).until_ready()
+@pytest.mark.parametrize("flags", [("--adopt-timeout", "0"), ("--adopt-timeout", "0.5"), ("--keeper", "false")])
+def test_a_killed_launcher_leaves_no_process(launch: Launch, flags: tuple[str, ...]) -> None:
+    launched = launch(*TWO, *flags).until_ready()
     launched.send(signal.SIGKILL)
     assert launched.wait() == -9
     launched.uds_path = "/nonexistent/socket"  # its files are removed by the next launcher, see below

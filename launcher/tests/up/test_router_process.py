@@ -17,13 +17,14 @@ COMMANDS = Commands(router=(sys.executable, "-c", "import time; time.sleep(600)"
 
 def router_of(folder: Path) -> RouterProcess:
     folders = Folders(run=folder / "run", state=folder)
+    folders.run.mkdir(exist_ok=True)
     return RouterProcess(LauncherSettings(port=free_port()), "127.0.0.1", dict(os.environ), folders, COMMANDS)
 
 
 async def test_a_router_that_was_not_recorded_is_found(tmp_path: Path) -> None:
     first, other = router_of(tmp_path), router_of(tmp_path)
     first.open()
-    first.start()
+    await first.start()
     try:
         (tmp_path / RECORD).unlink()
         assert other.adopt()
@@ -40,6 +41,6 @@ async def test_a_record_that_cannot_be_written_does_not_end_the_router(
     router = router_of(tmp_path)
     (tmp_path / RECORD).mkdir()
     router.open()
-    router.start()
+    await router.start()
     assert "router.json cannot be written" in caplog.text
     await router.stop(5)

@@ -164,6 +164,53 @@ def test_a_router_that_dies_is_restarted_on_its_port(site: Site) -> None:
     assert [each["state"] for each in site.models()] == ["ready", "ready"]
 
 
+def keeper_of(site: Site) -> int:
+    return int(json.loads((site.state / "keeper.json").read_text())["pid"])
+
+
+def test_a_keeper_that_dies_is_restarted_beside_the_router(site: Site) -> None:
+    site.up()
+    router, keeper = site.router(), keeper_of(site)
+    os.kill(keeper, signal.SIGKILL)
+    assert site.router() == router
+    assert keeper_of(site) != keeper
+    assert "the keeper is lost, streams run on: keeper exited with code -9" in site.err()
+
+
+def test_the_router_is_replaced_in_place(site: Site) -> None:
+    process = site.up()
+    site.launch("a")
+    router, keeper = site.router(), keeper_of(site)
+    process.send_signal(signal.SIGUSR2)
+    eventually(lambda: "the router was replaced by process" in site.err(), "another router")
+    fresh = site.router()
+    assert fresh != router
+    assert keeper_of(site) == keeper
+    assert "exited" not in site.err()
+    site.launch("b")  # the new router says that it serves it
+    os.kill(fresh, signal.SIGKILL)
+    assert site.router() not in (router, fresh)
+
+
+@pytest.mark.parametrize("dead", ["router", "keeper", "both"])
+def test_router_and_keeper_are_adopted_and_what_has_died_is_started_again(site: Site, dead: str) -> None:
+    first = site.up()
+    router, keeper = site.router(), keeper_of(site)
+    first.kill()
+    first.wait()
+    gone = {"router": [router], "keeper": [keeper], "both": [router, keeper]}[dead]
+    for pid in gone:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(map(is_alive, gone)), "their end")
+    second = site.up()
+    eventually(lambda: is_alive(keeper_of(site)), "a keeper")
+    assert (site.router() == router) is (router not in gone)
+    assert (keeper_of(site) == keeper) is (keeper not in gone)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(PATIENCE_SECONDS) == 0
+    assert not any(map(is_alive, [router, keeper, keeper_of(site)] if (site.state / "keeper.json").exists() else gone))
+
+
 def test_down_stops_everything_with_and_without_a_control_plane(site: Site) -> None:
     first = site.up()
     site.launch("a")
@@ -177,7 +224,7 @@ def test_down_stops_everything_with_and_without_a_control_plane(site: Site) -> N
     router = site.router()
     second.kill()
     second.wait()
-    assert "stopped 2 processes" in site.down()
+    assert "stopped 3 processes" in site.down(), "a keeper too"
     assert not any(map(is_alive, [router, *site.starts("a")]))
 
 

@@ -31,7 +31,7 @@ from funitel.model_server.settings import (
 from funitel.model_server.tools import control_plane
 from funitel.proto.extras import check_extra, requiring
 from funitel.proto.process import logs
-from funitel.proto.process.parent import stop_with_parent
+from funitel.proto.process.deployment_file import end_with_launcher
 from funitel.proto.process.standard_streams import open_standard_streams
 from funitel.proto.settings.command import CommandGroup, SettingsCommand
 from funitel.proto.settings.fields import as_command, run_app
@@ -45,7 +45,7 @@ app = typer.Typer(
 @requiring("server", "fetching a model")
 def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
-    stop_with_parent(settings.exit_with_parent)
+    end_with_launcher(settings.exit_with_parent, None)
     resolve.serve_a_program(reports_progress=settings.reports_progress)
     if settings.draft_model is not None:
         resolve.download_weights(settings.draft_model, cache_dir=settings.cache_dir)
@@ -136,8 +136,8 @@ def serve(settings: ModelServerSettings) -> None:
     """Load one rank and serve it until SIGTERM or SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _abandon(settings))
+    end_with_launcher(settings.exit_with_parent, settings.deployment_file)  # a thread: before the others are pinned
     pin(settings)
-    stop_with_parent(settings.exit_with_parent)
     with imports_kept():
         import_torch()
         from funitel.model_server.rpc.serve import serve as serve_rank  # with torch: a second that --help does without

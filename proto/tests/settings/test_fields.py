@@ -360,6 +360,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
+    "deployment_file": st.none() | TEXT,
 }
 SHARD: dict[str, st.SearchStrategy[Any]] = {
     "model_id": st.just("/models/it"),
@@ -423,6 +424,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "otlp_service_name": TEXT,
     "folder_fd": st.none() | st.integers(0, 1000),
     "exit_with_parent": st.none() | st.integers(1, 2**22),
+    "deployment_file": st.none() | TEXT,
 }
 
 

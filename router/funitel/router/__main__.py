@@ -23,8 +23,8 @@ from funitel.router.app import build_app
 from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings, is_guarded, local_only, opens_port
 from funitel.router.transport.fd_limit import allow_open_files, max_connections
-from funitel.router.transport.server import SEND_BUFFER_BYTES, Server, bind
-from funitel.router.transport.takeover import Takeover
+from funitel.router.transport.server import Server, bind
+from funitel.router.transport.takeover import SEND_BUFFER_BYTES, Takeover
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def _address(settings: RouterSettings) -> str:
     return listen_address(*asked, is_guarded=opens_port(settings))
 
 
-def _is_local(settings: RouterSettings, listeners: Iterable[socket.socket]) -> bool:
+def _is_local(settings: RouterSettings, addresses: Iterable[str]) -> bool:
     """Whether nothing but this machine is to reach the server, which authenticates no client."""
-    return not is_guarded(settings) and all(is_loopback(listener.getsockname()[0]) for listener in listeners)
+    return not is_guarded(settings) and all(map(is_loopback, addresses))
 
 
 def collect_garbage_rarely() -> None:
@@ -61,12 +61,14 @@ def serve(settings: RouterSettings) -> None:
         if settings.otlp_endpoint is not None:
             stack.callback(export(settings.otlp_endpoint, settings.otlp_service_name))
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
+        listeners: list[socket.socket] = []  # the keeper has its own
         if settings.listen_fd:
             listeners = [stack.enter_context(socket.socket(fileno=descriptor)) for descriptor in settings.listen_fd]
-        else:
+        elif settings.keeper is None:
             address = _address(settings)
             listeners = [stack.enter_context(bind(address, port)) for port in ports]
-        build = partial(build_app, settings, connect, is_local=_is_local(settings, listeners), connect_replicas=connect)
+        addresses = [listener.getsockname()[0] for listener in listeners] or [_address(settings)]
+        build = partial(build_app, settings, connect, is_local=_is_local(settings, addresses), connect_replicas=connect)
         takeover = None if settings.keeper is None else Takeover(settings.keeper, settings.generation)
         server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()), takeover)
         for descriptor in (*settings.listen_fd, *([] if settings.ready_fd is None else [settings.ready_fd])):

@@ -4,7 +4,7 @@ Every setting is passed as a flag, so `ps` shows it. The API key is the exceptio
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Commands:
 
     model_server: tuple[str, ...] = module_command("funitel.model_server")
     router: tuple[str, ...] = module_command("funitel.router")
+    keeper: tuple[str, ...] = module_command("funitel.launcher.keeper")
 
     def download(self, settings: LauncherSettings, *, reports_progress: bool = False) -> list[str]:
         """Command that fetches or converts the model; the last line of its stdout is the model's folder."""
@@ -51,10 +52,11 @@ class Commands:
         folder_fd: int | None = None,
         *,
         outlives: bool = False,
+        deployment_file: str | None = None,
     ) -> list[str]:
         """Command that serves one rank of the model in `folder`; None where it will be told through `folder_fd`.
 
-        The rank ends with this process, unless it `outlives` it.
+        The rank ends with this process, unless it `outlives` it, or another one adopts it by the `deployment_file`.
         """
         placement = settings.core_assignments[rank] if settings.core_assignments else None
         flags = project(
@@ -71,6 +73,7 @@ class Commands:
             reserved_loras=settings.max_loras if settings.lora_adapters or settings.lora_folder else 0,
             logger_level=settings.log_level,
             exit_with_parent=None if outlives else os.getpid(),
+            deployment_file=deployment_file,
         )
         skip = ["model_id"]
         if settings.otlp_service_name == RouterSettings.otlp_service_name:
@@ -86,8 +89,14 @@ class Commands:
         *,
         accepts_early: bool = False,
         control_socket: Path | None = None,
+        keeper: str | None = None,
+        generation: int = 0,
+        deployment_file: str | None = None,
     ) -> list[str]:
-        """Command of the router on sockets that already listen; the API key is passed by its environment."""
+        """Command of the router on sockets that already listen, its own or those of a keeper.
+
+        The API key is passed by its environment.
+        """
         flags = project(
             settings,
             RouterSettings,
@@ -102,11 +111,21 @@ class Commands:
             ready_fd=ready_fd,
             accepts_early=accepts_early,
             control_socket=None if control_socket is None else str(control_socket),
+            keeper=keeper,
+            generation=generation,
+            deployment_file=deployment_file,
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
 
     def route_models(
-        self, settings: LauncherSettings, hostname: str, listen_fd: tuple[int, ...], control_socket: Path
+        self,
+        settings: LauncherSettings,
+        hostname: str,
+        listen_fd: tuple[int, ...],
+        control_socket: Path,
+        *,
+        keeper: str | None = None,
+        ready_fd: int | None = None,
     ) -> list[str]:
         """Command of a router that outlives this process, and serves what the control plane tells it."""
         flags = project(
@@ -120,6 +139,8 @@ class Commands:
             shard_connect_timeout=LOADING_SECONDS,
             shard_return_timeout=LOADING_SECONDS if settings.max_restarts else 0,
             listen_fd=listen_fd,
+            ready_fd=ready_fd,
+            keeper=keeper,
             control_socket=str(control_socket),
             no_model=True,
             shard_tls_cert=settings.worker_tls_cert,
@@ -127,6 +148,24 @@ class Commands:
             shard_tls_ca=settings.worker_tls_ca,
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
+
+    def keep(
+        self,
+        settings: LauncherSettings,
+        socket_path: str,
+        listen_fd: Sequence[int],
+        *,
+        outlives: bool = False,
+        deployment_file: str | None = None,
+    ) -> list[str]:
+        """Command of the keeper, on sockets that already listen; routers reach it at `socket_path`."""
+        argv = [*self.keeper, "--socket", socket_path, "--listen-fd", *map(str, listen_fd)]
+        argv += ["--adopt-timeout", f"{settings.adopt_timeout:g}", "--log-level", settings.log_level]
+        if not outlives:
+            argv += ["--exit-with-parent", str(os.getpid())]
+        if deployment_file is not None:
+            argv += ["--deployment-file", deployment_file]
+        return [*argv, "--json-output"] if settings.json_output else argv
 
 
 def download_environ(settings: LauncherSettings, environ: Environ) -> dict[str, str]:

@@ -126,7 +126,7 @@ def check_children(settings: ResolvedSettings) -> None:
     """Raise SettingsError for what a shard or the router would refuse."""
     shard = {"model_id": settings.model_id, "sharded": bool(settings.sharded), "world_size": settings.num_shard}
     project(settings, ModelServerSettings, **shard)
-    project(settings, RouterSettings, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
+    project(settings, RouterSettings, keeper=None, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
     check_files(settings)
 
 

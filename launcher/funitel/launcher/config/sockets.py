@@ -3,6 +3,7 @@
 import errno
 import glob
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 from funitel.launcher.config.port_owner import owner_of
 from funitel.proto import step_socket
 from funitel.proto.errors import SettingsError
+from funitel.proto.process.deployment_file import file_of, processes_in, read, runs
 from funitel.proto.process.locks import lock_of, try_lock
 from funitel.proto.settings.fields import require
 
@@ -35,23 +37,44 @@ def path_of_deployment(path: str, number: int) -> str:
     return f"{path}-upgrade-{number}" if number else path
 
 
+def keeper_path(path: str) -> str:
+    """Socket path of the keeper of a launcher."""
+    return f"{path}.keeper"
+
+
+def logs_folder(path: str) -> Path:
+    """Folder of the output of children that outlive a launcher."""
+    return Path(f"{path}.logs")
+
+
 @contextmanager
 def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[str]:
     """Lock a socket path for the length of a `with`; stale sockets are removed before and after.
 
-    Without `path`, the default is taken, or one named after this process when another process holds the default.
+    Without `path`, the default is taken, or one named after this process when another process holds the default. The
+    sockets of a launcher that has died are left where there is its deployment file, since its processes may run.
     """
     _check_length(path or DEFAULT_PATH, num_shard, num_replicas)
     if path is None:
         _sweep()
     base, lock = _lock(path)
     try:
-        remove_sockets(base, num_shard, num_replicas)
+        if not os.path.exists(file_of(base)):
+            remove_sockets(base, num_shard, num_replicas)
         yield base
     finally:
         remove_sockets(base, num_shard, num_replicas)
+        remove_beside(base)
         Path(lock_of(base)).unlink(missing_ok=True)
         os.close(lock)
+
+
+def remove_beside(base: str) -> None:
+    """Remove what a launcher has beside the sockets of its shards."""
+    for name in (keeper_path(base), file_of(base)):
+        with suppress(OSError):
+            os.unlink(name)
+    shutil.rmtree(logs_folder(base), ignore_errors=True)
 
 
 def _sweep() -> None:
@@ -61,10 +84,17 @@ def _sweep() -> None:
         owner = base.removeprefix(f"{DEFAULT_PATH}-")
         if not owner.isdecimal() or _is_running(int(owner)) or (descriptor := try_lock(lock)) is None:
             continue
-        with suppress(OSError):  # not ours
-            for name in [*glob.glob(f"{base}-*"), lock]:
-                os.unlink(name)
+        if not _has_processes(base):
+            with suppress(OSError):  # not ours
+                for name in [*glob.glob(f"{base}-*"), lock]:
+                    os.unlink(name)
+            remove_beside(base)
         os.close(descriptor)
+
+
+def _has_processes(base: str) -> bool:
+    """Whether processes of a launcher that has died wait for another one."""
+    return any(map(runs, processes_in(read(file_of(base)))))
 
 
 def _is_running(pid: int) -> bool:

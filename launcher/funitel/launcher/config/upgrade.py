@@ -19,7 +19,7 @@ ADDRESS = ("hostname", "default_hostname")
 # Settings of the launcher and its open sockets, which all deployments share.
 FIXED = (
     *("port", "prometheus_port", "shard_uds_path", "master_port", "address_file"),
-    *("state_dir", "database", "memory_budget"),
+    *("state_dir", "database", "memory_budget", "keeper", "adopt_timeout"),
 )
 
 

@@ -13,7 +13,7 @@ from funitel.launcher.keeper.keeper import Keeper
 from funitel.proto.keeper.channel import listen
 from funitel.proto.keeper.kernel import counts_bytes
 from funitel.proto.process import logs
-from funitel.proto.process.parent import stop_with_parent
+from funitel.proto.process.deployment_file import end_with_launcher
 
 logger = logging.getLogger("funitel.launcher.keeper")
 
@@ -24,6 +24,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--listen-fd", type=int, nargs="+", required=True, help="descriptors of listening sockets")
     parser.add_argument("--adopt-timeout", type=float, default=30.0, help="seconds that connections wait for a router")
     parser.add_argument("--exit-with-parent", type=int, help="process id of the parent; end with it")
+    parser.add_argument("--deployment-file", help="file that names another launcher once the parent has ended")
     parser.add_argument("--json-output", action="store_true", help="log JSON lines")
     parser.add_argument("--log-level", default="info", help="least severe log level")
     return parser.parse_args(argv)
@@ -48,8 +49,8 @@ def main() -> int:
     keeper = Keeper([socket.socket(fileno=descriptor) for descriptor in given.listen_fd], control, given.adopt_timeout)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
-    stop_with_parent(given.exit_with_parent)
-    logger.info("keeping connections of %d listening sockets", len(given.listen_fd))
+    end_with_launcher(given.exit_with_parent, given.deployment_file)
+    logger.debug("keeping connections of %d listening sockets", len(given.listen_fd))
     try:
         keeper.run()
     finally:

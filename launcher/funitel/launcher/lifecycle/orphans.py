@@ -35,7 +35,19 @@ def _leaders(flag: bytes, is_ours: Callable[[bytes], bool], proc: Path) -> Itera
         if not folder.name.isdecimal():
             continue
         with suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
+            words = _words(folder)
             places = [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]
             if any(map(is_ours, places)) and os.getpgid(int(folder.name)) == int(folder.name):
                 yield int(folder.name)
+
+
+def command_of(pid: int, proc: Path = Path("/proc")) -> list[bytes]:
+    """The command line of a process; empty where it has ended."""
+    try:
+        return _words(proc / str(pid))
+    except OSError:
+        return []
+
+
+def _words(folder: Path) -> list[bytes]:
+    return (folder / "cmdline").read_bytes().split(b"\0")

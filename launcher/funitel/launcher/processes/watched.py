@@ -12,11 +12,10 @@ from typing import Any, Self
 from funitel.launcher.processes.pid_one import OWN_CHILDREN
 from funitel.launcher.processes.relay import working_directory
 from funitel.proto.errors import FunitelError
+from funitel.proto.process.start_times import start_of, state_and_start_of
 
 Identity = Mapping[str, int]
 """`pid` and `started`, by which a process is found again: a later process with the same pid has another start."""
-
-_STARTED = 19  # of the fields of /proc/PID/stat after the name: field 22 of proc(5)
 
 
 class WatchedProcess:
@@ -64,7 +63,9 @@ class WatchedProcess:
                 )
                 OWN_CHILDREN.pids.add(process.pid)
             # It is a child that was not waited for, so its pid is its own, even if it has ended.
-            return cls(name, process.pid, os.pidfd_open(process.pid), (_stat_of(process.pid) or ("", 0))[1], process)
+            return cls(
+                name, process.pid, os.pidfd_open(process.pid), (state_and_start_of(process.pid) or ("", 0))[1], process
+            )
         except OSError as error:
             raise FunitelError(f"{name} cannot be started: {error.strerror or error}") from error
 
@@ -131,26 +132,11 @@ class WatchedProcess:
             self.exited.set_result(code)
 
     def _kill_group(self) -> None:
-        there = _stat_of(self.pid)
+        there = state_and_start_of(self.pid)
         if there is not None and there[1] != self.started:
             return  # another process has the pid by now, and gets it only once nothing of this group is left
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-
-
-def start_of(pid: int) -> int | None:
-    """Start of a process, in clock ticks since the boot of the machine; None where it has ended."""
-    found = _stat_of(pid)
-    return None if found is None or found[0] in ("Z", "X") else found[1]
-
-
-def _stat_of(pid: int) -> tuple[str, int] | None:
-    """State and start of a process, also of one that has ended and was not waited for; None where there is none."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return state, int(fields[_STARTED - 1])
 
 
 def how_it_ended(name: str, code: int | None) -> str:

@@ -1,5 +1,6 @@
 """Settings of the launcher: its own, and those that it passes to shards and router."""
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +12,7 @@ from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.security.tls import Pair
 from funitel.proto.settings.adapter_list import AdapterList
 from funitel.proto.settings.batch_sizes import BatchSizes
-from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.settings.fields import check_bounds, inherited, project, require, setting
 from funitel.proto.settings.layer_parts import LayerParts
 from funitel.proto.settings.options import Counts
@@ -283,6 +284,19 @@ class LauncherSettings:
     shutdown_delay: float = _router("shutdown_delay")
     graceful_termination_timeout: int = setting(
         90, "Seconds that each process has to stop before it is killed.", short="-g", bounds=NOT_NEGATIVE
+    )
+
+    keeper: bool = setting(
+        sys.platform.startswith("linux"),
+        "Whether a process of its own accepts connections, and keeps them with the journal of their requests, so that "
+        "a router that ends is replaced without a loss.",
+        takes_value=True,
+    )
+    adopt_timeout: float = setting(
+        30.0,
+        "Seconds that connections wait for another router, and the processes of a launcher that has died for another "
+        "launcher with the same settings; with 0 they end with it.",
+        bounds=Bounds(minimum=0, maximum=86_400),
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """Run one deployment: its replicas and its router are started, watched and stopped; an upgrade starts another."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import time
@@ -14,10 +15,14 @@ from funitel.launcher.config.child_commands import Commands, router_environ
 from funitel.launcher.config.resolve import ResolvedSettings, describe, fit_to_model, probe_context
 from funitel.launcher.config.sockets import remove_sockets
 from funitel.launcher.processes.health import router_answers
-from funitel.launcher.processes.relay import relay
+from funitel.launcher.supervisor.keeper_process import KeeperProcess
+from funitel.launcher.supervisor.lasting_child import ChildMaker, record_of
+from funitel.launcher.supervisor.leftovers import fingerprint
 from funitel.launcher.supervisor.process import Child
 from funitel.launcher.supervisor.replica import ReplicaProcesses, find_culprit, stop_all
+from funitel.launcher.supervisor.router_process import ServingRouter, until_readable
 from funitel.proto.errors import FunitelError, ShardFailed
+from funitel.proto.process.deployment_file import runs
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,21 @@ T = TypeVar("T")
 Probe = Callable[[], Awaitable[bool]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouterSockets:
+    """By what clients and the control plane reach a router.
+
+    Attributes:
+        listeners: sockets on which it accepts connections.
+        keeper: that accepts them in its place.
+        control: of the control plane.
+    """
+
+    listeners: Sequence[socket] = ()
+    keeper: KeeperProcess | None = None
+    control: Path | None = None
+
+
 class Deployment:
     """Child processes that are started, watched and stopped together."""
 
@@ -38,26 +58,39 @@ class Deployment:
         settings: ResolvedSettings,
         environ: Mapping[str, str],
         commands: Commands,
-        listeners: Sequence[socket],
-        control_socket: Path | None = None,
+        children: ChildMaker,
+        sockets: RouterSockets,
+        number: int = 0,
     ) -> None:
-        """Prepare the deployment; `start` starts its processes.
+        """Prepare the deployment; `start` or `adopt` gives it processes.
 
         Args:
             settings: resolved, and not yet fitted to the model.
             environ: the launcher's.
             commands: of the children.
-            listeners: sockets on which the router accepts connections.
-            control_socket: of the control plane, for the router.
+            children: makes them.
+            sockets: of the router.
+            number: of the deployment; each upgrade starts another.
         """
         self.settings = settings
+        self.number = number
         self.is_ready = False
-        self.replicas = [ReplicaProcesses(index, settings, environ, commands) for index in range(settings.num_replicas)]
+        self.replicas = [
+            ReplicaProcesses(index, settings, environ, commands, children) for index in range(settings.num_replicas)
+        ]
+        self._fingerprint = fingerprint(settings)
         self._commands = commands
+        self._children = children = dataclasses.replace(children, json_output=settings.json_output)
         self._router_environ = router_environ(settings, environ)
-        self._listeners = listeners
-        self._control_socket = control_socket
-        self._router: Child | None = None
+        self._sockets = sockets
+        self._folder: Path | None = None
+        keeper = sockets.keeper
+        self._router = ServingRouter(
+            self._make_router,
+            settings.max_restarts,
+            None if keeper is None else keeper.until_listening,
+            children.on_change,
+        )
 
     async def start(self, fetch: Callable[[], Awaitable[Path]], *, is_first: bool) -> None:
         """Start every child, and return once the router is ready.
@@ -72,38 +105,69 @@ class Deployment:
         """
         if is_first:
             await self._start_shards()
-        folder = await self._guarded(fetch())
+        self._folder = folder = await self._guarded(fetch())
         self.settings = fit_to_model(self.settings, folder)
         logger.info("settings: %s", describe(self.settings))
         for replica in self.replicas:
             replica.load(folder)
         if not is_first:
             await self._start_shards()
-        read_end, write_end = os.pipe()
-        try:
-            await self._start_router(folder, write_end, is_first=is_first)
-        finally:
-            os.close(write_end)
+        read_end = await self._router.start(accepts_early=is_first)
         with os.fdopen(read_end, "rb", buffering=0) as ready:
             await self._guarded(self._until_ready(ready.fileno(), is_first=is_first))
         self.is_ready = True
 
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """What `adopt` of another launcher needs, and by which it decides."""
+        return {
+            "number": self.number,
+            "fingerprint": self._fingerprint,
+            "is_ready": self.is_ready,
+            "folder": str(self._folder),
+            "router": record_of(self._router.current),
+            "replacement": [record_of(child) for child in self._router.processes[1:]],
+            "replicas": [replica.records for replica in self.replicas],
+        }
+
+    def adopt(self, record: Mapping[str, Any]) -> None:
+        """Go on with the processes of an earlier launcher, which were ready; those that have ended are started again.
+
+        Raises:
+            SettingsError: as `start`.
+        """
+        self._folder = folder = Path(record["folder"])
+        self.settings = fit_to_model(self.settings, folder)
+        for replica, shards in zip(self.replicas, record["replicas"], strict=True):
+            replica.adopt(folder, shards)
+        routers = [record["router"], *record["replacement"]]
+        running = next(filter(runs, routers), routers[0])
+        self._router.adopt(self._children.adopt("router", running))
+        self.is_ready = True
+
+    def replace_router(self) -> None:
+        """Have another router of the same settings take over from the current one."""
+        self._router.request_replacement()
+
     async def _start_shards(self) -> None:
         await asyncio.gather(*(replica.start() for replica in self.replicas))
 
-    async def _start_router(self, folder: Path, write_end: int, *, is_first: bool) -> None:
-        descriptors = tuple(listener.fileno() for listener in self._listeners)
+    def _make_router(self, ready_fd: int, accepts_early: bool) -> Child:
+        assert self._folder is not None, "the router comes after the model"
+        keeper = self._sockets.keeper
+        descriptors = () if keeper is not None else tuple(each.fileno() for each in self._sockets.listeners)
         argv = self._commands.route(
             self.settings,
-            folder,
+            self._folder,
             descriptors,
-            write_end,
-            accepts_early=is_first,
-            control_socket=self._control_socket,
+            ready_fd,
+            accepts_early=accepts_early,
+            control_socket=self._sockets.control,
+            keeper=None if keeper is None else keeper.path,
+            generation=self.number,
+            deployment_file=self._children.deployment_file,
         )
-        on_line = relay("router", json_output=self.settings.json_output)
-        self._router = Child("router", argv, self._router_environ, on_line, pass_fds=(*descriptors, write_end))
-        await self._router.start()
+        return self._children.make("router", "router", argv, self._router_environ, (*descriptors, ready_fd))
 
     def _probes(self) -> dict[Child, Probe]:
         """The health check of every shard."""
@@ -115,12 +179,12 @@ class Deployment:
 
     async def _until_ready(self, descriptor: int, *, is_first: bool) -> None:
         """Return once every shard answers and the router has written to the pipe; the first answers over HTTP too."""
-        told = asyncio.create_task(_until_readable(descriptor))
+        told = asyncio.create_task(until_readable(descriptor))
         try:
             await self._until_answered(self._probes(), told)
             await told
             if is_first:
-                await self._until_answered({self._running_router: self._router_answers}, told)
+                await self._until_answered({self._router.running: self._router_answers}, told)
         finally:
             told.cancel()
 
@@ -140,12 +204,13 @@ class Deployment:
     async def _guarded(self, work: Awaitable[T]) -> T:
         """The result of `work`; the end of a child meanwhile is an error."""
         task = asyncio.ensure_future(work)
-        children = [*self._shards, *([self._router] if self._router else [])]
+        router = self._router.current
+        children = [*self._shards, *([router] if router else [])]
         try:
             await asyncio.wait({task, *(child.exited for child in children)}, return_when=asyncio.FIRST_COMPLETED)
             if any(child.has_exited for child in children):
-                child = await find_culprit(self._shards, self._router)
-                raise (FunitelError if child is self._router else ShardFailed)(child.exit_reason())
+                child = await find_culprit(self._shards, router)
+                raise (FunitelError if child is router else ShardFailed)(child.exit_reason())
             return task.result()
         finally:
             task.cancel()
@@ -154,28 +219,23 @@ class Deployment:
     def _shards(self) -> list[Child]:
         return [shard for replica in self.replicas for shard in replica.shards]
 
-    @property
-    def _running_router(self) -> Child:
-        assert self._router is not None, "the router was not started"
-        return self._router
-
     async def watch(self) -> None:
-        """Restart replicas as they end; never return.
+        """Restart replicas and the router as they end; never return.
 
         Raises:
-            ShardFailed, FunitelError: no replica is left after its restarts, or the router has ended.
+            ShardFailed, FunitelError: no replica, or no router, is left after its restarts.
         """
-        router = self._running_router
+        routing = asyncio.create_task(self._router.serve())
         serving: dict[asyncio.Task[str], ReplicaProcesses] = {
             asyncio.create_task(each.serve(self.settings.max_restarts)): each for each in self.replicas
         }
         stopping: list[asyncio.Task[None]] = []
         try:
             while True:
-                await asyncio.wait({router.exited, *serving}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({routing, *serving}, return_when=asyncio.FIRST_COMPLETED)
                 ended = {task: replica for task, replica in serving.items() if task.done()}
-                if router.has_exited:
-                    raise FunitelError(router.exit_reason())
+                if routing.done():
+                    raise FunitelError(routing.result())
                 for task, replica in ended.items():
                     del serving[task]
                     if not serving:
@@ -184,21 +244,23 @@ class Deployment:
                     logger.error("a replica is lost: %s; %s", task.result(), count)
                     stopping.append(asyncio.create_task(replica.stop(IDLE_GRACE_SECONDS)))
         finally:
-            for work in (*serving, *stopping):
+            for work in (routing, *serving, *stopping):
                 work.cancel()
-            await asyncio.gather(*serving, *stopping, return_exceptions=True)
+            await asyncio.gather(routing, *serving, *stopping, return_exceptions=True)
 
     async def drain(self, watching: "asyncio.Task[None]") -> None:
         """Let the router finish its requests, then stop everything; another deployment takes new requests."""
-        router = self._running_router
+        await self._router.begin_end()
+        router = self._router.running
         router.request_drain()
         await asyncio.wait({router.exited, watching}, return_when=asyncio.FIRST_COMPLETED)
         await self.stop(watching)
 
     async def stop(self, watching: "asyncio.Task[None]") -> None:
         """Stop the router, then the shards; until the router has ended, `watching` restarts replicas."""
-        if self._router:
-            await self._stop_router(self._router, watching)
+        await self._router.begin_end()
+        if self._router.current is not None:
+            await self._stop_router(self._router.current, watching)
         await end(watching)
         for replica in self.replicas:
             replica.forget_pipes()
@@ -220,20 +282,8 @@ class Deployment:
 
     def kill(self) -> None:
         """End every child at once."""
-        for child in (*self._shards, *([self._router] if self._router else [])):
+        for child in (*self._shards, *self._router.processes):
             child.kill()
-
-
-async def _until_readable(descriptor: int) -> None:
-    """Return once a child has written to the pipe; never if it ends first."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, arrived.set)
-    try:
-        await arrived.wait()
-    finally:
-        loop.remove_reader(descriptor)
-    if not os.read(descriptor, 1):
-        await asyncio.Event().wait()
 
 
 async def end(task: "asyncio.Task[Any]") -> None:

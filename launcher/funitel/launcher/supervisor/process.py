@@ -11,6 +11,7 @@ from typing import Self
 
 from funitel.launcher.processes.pid_one import OWN_CHILDREN
 from funitel.launcher.processes.relay import working_directory
+from funitel.launcher.processes.watched import how_it_ended
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +162,15 @@ class Child:
 
     def exit_reason(self) -> str:
         """Describe in one line how the process ended, with its last error or line."""
-        code = self.exited.result()
-        how = f"{self.name} exited with code {code}"
-        if code < 0:
-            how += f" (killed by {signal.Signals(-code).name})"
+        how = how_it_ended(self.name, self._code)
         if self.error:
             return f"{how}: last error: {self.error}"
         return f"{how}: last line: {self.last_line}" if self.last_line else how
+
+    @property
+    def _code(self) -> int | None:
+        """The exit code, once it has ended; None where it is not known."""
+        return self.exited.result()
 
     def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
         if self._pid is not None:
@@ -186,11 +189,15 @@ class Child:
 
     async def _read(self, pipe: "_Pipe") -> None:
         async for line in _lines(pipe.reader):
-            if line.startswith("error: "):
-                self.error = line.removeprefix("error: ")
-            if line.strip():
-                self.last_line = line
+            self._note(line)
             pipe.on_line(line)
+
+    def _note(self, line: str) -> None:
+        """Remember a line that may say why it ends."""
+        if line.startswith("error: "):
+            self.error = line.removeprefix("error: ")
+        if line.strip():
+            self.last_line = line
 
 
 async def stop_child(child: Child, grace_seconds: float) -> None:

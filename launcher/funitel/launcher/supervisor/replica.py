@@ -5,18 +5,19 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from funitel.launcher.config.child_commands import Commands, shard_environ
 from funitel.launcher.config.replica_settings import environ_of_replica, settings_of_replica
 from funitel.launcher.config.resolve import ResolvedSettings
 from funitel.launcher.config.sockets import free_port, is_free, socket_of
 from funitel.launcher.processes.health import shard_answers
-from funitel.launcher.processes.relay import relay
 from funitel.launcher.processes.restart_policy import RestartPolicy
+from funitel.launcher.supervisor.lasting_child import ChildMaker, record_of
 from funitel.launcher.supervisor.process import Child, stop_child
 from funitel.launcher.supervisor.watchdog import kill_when_unresponsive
 
@@ -31,7 +32,14 @@ RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, 
 class ReplicaProcesses:
     """The shards of one copy of the model."""
 
-    def __init__(self, index: int, settings: ResolvedSettings, environ: Mapping[str, str], commands: Commands) -> None:
+    def __init__(
+        self,
+        index: int,
+        settings: ResolvedSettings,
+        environ: Mapping[str, str],
+        commands: Commands,
+        children: ChildMaker,
+    ) -> None:
         """Prepare the replica; `start` starts its processes, which load nothing before `load`.
 
         Args:
@@ -39,6 +47,7 @@ class ReplicaProcesses:
             settings: the deployment's.
             environ: the launcher's.
             commands: of the shards.
+            children: makes the processes.
         """
         self.name = f"replica {index}" if settings.num_replicas > 1 else "the replica"
         self.shards: list[Child] = []  # in rank order
@@ -46,6 +55,7 @@ class ReplicaProcesses:
         self._settings = settings_of_replica(settings, index)
         self._environ = environ_of_replica(settings, environ, index)
         self._commands = commands
+        self._children = children
         self._folder: Path | None = None
         self._folder_pipes: list[int] = []  # of ranks that were started before the folder was known
 
@@ -61,12 +71,27 @@ class ReplicaProcesses:
         with ExitStack() as closing:
             for rank in range(settings.num_shard):
                 passed = () if self._folder is not None else (self._open_pipe(closing),)
-                argv = self._commands.shard(settings, self._folder, rank, *passed)
-                on_line = relay(f"{self._prefix}shard {rank}", json_output=settings.json_output)
+                argv = self._commands.shard(
+                    settings, self._folder, rank, *passed, deployment_file=self._children.deployment_file
+                )
                 environ = shard_environ(settings, self._environ, rank)
                 name = f"{self._prefix}shard rank {rank}"
-                self.shards.append(Child(name, argv, environ, on_line, pass_fds=passed))
+                self.shards.append(self._children.make(name, self._title(rank), argv, environ, passed))
             await asyncio.gather(*(shard.start() for shard in self.shards))
+        self._children.on_change()
+
+    def _title(self, rank: int) -> str:
+        return f"{self._prefix}shard {rank}"
+
+    @property
+    def records(self) -> list[Mapping[str, Any] | None]:
+        """What `adopt` needs."""
+        return [record_of(shard) for shard in self.shards]
+
+    def adopt(self, folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the ranks of an earlier launcher, which serve the model in a folder."""
+        self._folder = folder
+        self.shards = [self._children.adopt(self._title(rank), record) for rank, record in enumerate(records)]
 
     def _open_pipe(self, closing: ExitStack) -> int:
         """Make the pipe through which a rank is told the folder; its read end is closed by `closing`."""

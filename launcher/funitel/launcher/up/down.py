@@ -75,7 +75,8 @@ async def _stop_what_runs(settings: DownSettings, environ: Mapping[str, str], fo
     server = LauncherSettings(device="cpu", database=settings.database, graceful_termination_timeout=grace)
     commands = Commands()
     router = RouterProcess(replace(server, port=settings.port), "127.0.0.1", environ, folders, commands)
-    num_routers = int(router.adopt())
+    router.adopt()
+    num_routers = router.num_processes
     plane = ControlPlane(server, environ, folders, commands, outlives=True)
     await plane.service.adopt()
     pids = [pid for entry in plane.fleet.models() for replica in entry.replicas for pid in replica.pids]

@@ -18,6 +18,7 @@ from funitel.launcher.config.sockets import free_port
 from funitel.launcher.control_plane.folders import Folders
 from funitel.launcher.control_plane.state_folder import default_state_folder, owning, run_folder
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.supervisor.keeper_process import usable_keeper
 from funitel.launcher.up.config_file import UpConfig, read_config
 from funitel.launcher.up.down import stop_server
 from funitel.launcher.up.server import ManyModelServer
@@ -95,7 +96,7 @@ def serve_models(
     hostname = listen_address(*asked, is_guarded=opens_port(settings))
     if is_local_by_default(*asked, is_guarded=opens_port(settings)):
         logger.info(local_only(settings))
-    settings = dataclasses.replace(settings, port=settings.port or free_port())
+    settings = dataclasses.replace(usable_keeper(settings), port=settings.port or free_port())
     given = settings.state_dir
     folder = default_state_folder(settings.port, environ) if given is None else Path(given).absolute()
     with owning(folder):

@@ -1,29 +1,36 @@
-"""The router of `funitel up`: it outlives the control plane, is adopted by the next one, and restarted when it ends."""
+"""The router of `funitel up`, and its keeper: they outlive the control plane, and are adopted by the next one.
+
+One that ends is restarted; a router that ends beside a keeper is replaced without a loss.
+"""
 
 import asyncio
 import json
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from socket import socket
-from typing import Any, NoReturn
+from typing import Any
 
 from funitel.launcher.config.child_commands import Commands, router_environ
 from funitel.launcher.config.sockets import listen
 from funitel.launcher.control_plane.folders import Folders
-from funitel.launcher.lifecycle.orphans import routers_of
+from funitel.launcher.lifecycle.orphans import command_of, routers_of
 from funitel.launcher.processes.file_tail import FileTail
 from funitel.launcher.processes.relay import relay
 from funitel.launcher.processes.restart_policy import RestartPolicy
-from funitel.launcher.processes.watched import WatchedProcess, how_it_ended, start_of
+from funitel.launcher.processes.watched import WatchedProcess, how_it_ended
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.supervisor.keeper_process import KeeperProcess
+from funitel.launcher.supervisor.lasting_child import ChildMaker, LastingFiles
 from funitel.proto.errors import FunitelError
+from funitel.proto.process.start_times import start_of
 
 logger = logging.getLogger(__name__)
 
-RECORD, LOG = "router.json", "router.log"
+RECORD, LOG, KEEPER_RECORD, KEEPER_SOCKET = "router.json", "router.log", "keeper.json", "keeper.sock"
 STOP_AGAIN_SECONDS = 5.0  # for a router past its grace period, to send errors to its clients
 REPEAT_SECONDS = 0.5  # signals that arrive before the first is handled are merged
 _OF_THIS_START = ("--listen-fd",)  # flags that differ from start to start
@@ -58,6 +65,18 @@ class RouterProcess:
         self._listeners: list[socket] = []
         self._process: WatchedProcess | None = None
         self._tail = FileTail(folders.logs / LOG, relay("router", json_output=settings.json_output))
+        self._replace_requested = asyncio.Event()
+        self._keeper: KeeperProcess | None = None
+        if settings.keeper:
+            children = ChildMaker(settings.json_output, LastingFiles(folders.logs), self._note_keeper)
+            path = str(folders.run / KEEPER_SOCKET)
+            self._keeper = KeeperProcess(path, settings, environ, commands, children, self._listen)
+
+    @property
+    def num_processes(self) -> int:
+        """Of it and its keeper."""
+        has_keeper = self._keeper is not None and self._keeper.pid is not None
+        return int(has_keeper) + int(self._process is not None and not self._process.has_exited)
 
     @property
     def pid(self) -> int:
@@ -78,6 +97,7 @@ class RouterProcess:
         if self._process is None and (found := self._unrecorded()) is not None:
             self._process, record = found, {}
             self._write_record([])
+        self._adopt_keeper()
         if self._process is None:
             return False
         if record.get("flags") != self._flags(()):
@@ -92,16 +112,31 @@ class RouterProcess:
                 return WatchedProcess.found("router", {"pid": pid, "started": started})
         return None
 
+    def _adopt_keeper(self) -> None:
+        """Find the keeper that an earlier control plane has started."""
+        if self._keeper is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self._keeper.adopt(json.loads((self._folders.files / KEEPER_RECORD).read_bytes()))
+
     def open(self) -> None:
-        """Listen on the ports; raises SettingsError where one is in use."""
+        """Listen on the ports, unless a keeper does; raises SettingsError where one is in use."""
+        if self._keeper is None:
+            self._listen()
+        elif not self._keeper.has_process:
+            self._keeper.open()
+
+    def _listen(self) -> Sequence[socket]:
         if not self._listeners:
-            self._listeners = [listen(self._hostname, self._settings.port)]
+            listeners = [listen(self._hostname, self._settings.port)]
             if self._settings.prometheus_port is not None:
-                second = listen(self._hostname, self._settings.prometheus_port, "--prometheus-port")
-                self._listeners.append(second)
+                listeners.append(listen(self._hostname, self._settings.prometheus_port, "--prometheus-port"))
+            self._listeners = listeners
+        return self._listeners
 
     def _argv(self, descriptors: tuple[int, ...]) -> list[str]:
-        return self._commands.route_models(self._settings, self._hostname, descriptors, self._folders.control_socket)
+        keeper = None if self._keeper is None else self._keeper.path
+        control = self._folders.control_socket
+        return self._commands.route_models(self._settings, self._hostname, descriptors, control, keeper=keeper)
 
     def _flags(self, descriptors: tuple[int, ...]) -> list[str]:
         """The flags that change what it does."""
@@ -109,40 +144,102 @@ class RouterProcess:
         skipped = {i + step for i, word in enumerate(argv) if word in _OF_THIS_START for step in (0, 1)}
         return [word for i, word in enumerate(argv) if i not in skipped]
 
-    def start(self) -> None:
-        """Start it; the ports must be open.
+    async def start(self) -> None:
+        """Start it, and its keeper first; the ports must be open.
 
         Raises:
-            FunitelError: it cannot be started.
+            FunitelError: one of them cannot be started.
         """
-        descriptors = tuple(listener.fileno() for listener in self._listeners)
-        environ = router_environ(self._settings, self._environ)
+        if self._keeper is not None:
+            if not self._keeper.has_process:
+                await self._keeper.start()
+            await self._keeper.until_listening()
         self._tail.stop()
         self._tail = FileTail(self._folders.logs / LOG, relay("router", json_output=self._settings.json_output))
-        self._process = WatchedProcess.started_as(
-            "router", self._argv(descriptors), environ, self._folders.logs / LOG, descriptors
-        )
+        self._process = self._started()
         self._tail.start()
-        self._write_record(self._flags(descriptors))
+        self._write_record(self._flags(()))
+
+    def _started(self) -> WatchedProcess:
+        listeners = () if self._keeper is not None else self._listeners
+        descriptors = tuple(listener.fileno() for listener in listeners)
+        environ, log = router_environ(self._settings, self._environ), self._folders.logs / LOG
+        return WatchedProcess.started_as("router", self._argv(descriptors), environ, log, descriptors)
 
     def _write_record(self, flags: list[str]) -> None:
-        scratch = self._record.with_suffix(".new")
-        try:
-            scratch.write_text(json.dumps({**self._running.identity, "flags": flags}))
-            scratch.replace(self._record)
-        except OSError as error:  # such as a full disk: a later control plane finds the router by its command line
-            logger.error("%s cannot be written: %s", self._record, error.strerror)
+        self._write(self._record, {**self._running.identity, "flags": flags})
 
-    async def keep(self) -> NoReturn:
-        """Restart it whenever it ends, with pauses.
+    def _note_keeper(self) -> None:
+        if self._keeper is not None and self._keeper.record is not None:
+            self._write(self._folders.files / KEEPER_RECORD, self._keeper.record)
+
+    @staticmethod
+    def _write(path: Path, record: Mapping[str, Any]) -> None:
+        scratch = path.with_suffix(".new")
+        try:
+            scratch.write_text(json.dumps(record))
+            scratch.replace(path)
+        except OSError as error:  # such as a full disk: a later control plane finds the router by its command line
+            logger.error("%s cannot be written: %s", path, error.strerror)
+
+    def request_replacement(self) -> None:
+        """Have another process take over, if there is a keeper; the current one serves until then."""
+        if self._keeper is None:
+            logger.error("without --keeper true the router cannot be replaced")
+        else:
+            self._replace_requested.set()
+
+    async def keep(self) -> None:
+        """Restart it and its keeper whenever one ends; never return.
 
         Raises:
-            FunitelError: it has ended too often in a row, or its port is in use meanwhile.
+            FunitelError: one has ended too often in a row, or its port is in use meanwhile.
         """
+        keeping: list[asyncio.Task[None]] = [asyncio.create_task(self._keep_router())]
+        if self._keeper is not None:
+            keeping.append(asyncio.create_task(self._keep_keeper(self._keeper)))
+        try:
+            done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def _keep_keeper(self, keeper: KeeperProcess) -> None:
+        if not keeper.has_process and b"--keeper" in command_of(self.pid):  # it has ended beside an adopted router
+            keeper.open()
+            await keeper.start()
+        await keeper.until_listening()  # a router that was started without one has it from its next start on
+        await keeper.keep()
+
+    async def _replace(self) -> None:
+        """Start another process, which has the current one end; where it fails, that serves on."""
+        logger.info("another router is started, which takes over from the current one")
+        old, fresh = self._running, self._started()
+        await asyncio.wait({fresh.exited, old.exited}, return_when=asyncio.FIRST_COMPLETED)
+        if fresh.has_exited and not old.has_exited:
+            self._tail.read()
+            reason = how_it_ended("router", fresh.exited.result())
+            logger.error("the router was not replaced, it serves on: %s: %s", reason, self._tail.error)
+            return
+        self._process = fresh
+        self._write_record(self._flags(()))
+        logger.info("the router was replaced by process %d", fresh.pid)
+
+    async def _keep_router(self) -> None:
         restarts = RestartPolicy(self._settings.max_restarts)
         while True:
             started = time.monotonic()
-            await asyncio.wait({self._running.exited})
+            requested = asyncio.create_task(self._replace_requested.wait())
+            either: list[asyncio.Future[Any]] = [self._running.exited, requested]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            requested.cancel()
+            if not self._running.has_exited:
+                self._replace_requested.clear()
+                await self._replace()
+                continue
             reason = self._reason()
             delay = restarts.delay_after(time.monotonic() - started)
             if delay is None:
@@ -151,7 +248,7 @@ class RouterProcess:
             logger.error("%s; %s in %g s", reason, count, delay)
             await asyncio.sleep(delay)
             self.open()
-            self.start()
+            await self.start()
 
     def _reason(self) -> str:
         self._tail.stop()
@@ -177,13 +274,18 @@ class RouterProcess:
                 process.kill()
                 await asyncio.wait({process.exited})
         self._tail.stop()
+        if self._keeper is not None:
+            await self._keeper.stop()
         self._forget()
 
     def _forget(self) -> None:
-        with suppress(OSError):
-            self._record.unlink()
+        for path in (self._record, self._folders.files / KEEPER_RECORD):
+            with suppress(OSError):
+                path.unlink()
 
     def kill(self) -> None:
         """End it at once."""
         if self._process is not None:
             self._process.kill()
+        if self._keeper is not None:
+            self._keeper.kill()

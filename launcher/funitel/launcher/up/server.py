@@ -82,7 +82,7 @@ class ManyModelServer:
         plane = self._plane
         assert plane is not None, "the control plane was not made"
         if not has_router:
-            self._router.start()
+            await self._router.start()
         keeping = asyncio.create_task(self._router.keep())
         try:
             num_adopted = await plane.start(configured, has_router=has_router)
@@ -132,12 +132,15 @@ class ManyModelServer:
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
             loop.add_signal_handler(number, self._on_signal, number)
         if is_pid_one():
             OrphanReaper(OWN_CHILDREN)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if number is signal.SIGUSR2:
+            self._router.request_replacement()
+            return
         if self._is_stopping and number is signal.SIGINT:
             logger.warning("interrupted again: killing every process")
             self._router.kill()

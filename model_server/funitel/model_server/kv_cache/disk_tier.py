@@ -39,7 +39,8 @@ _WITHOUT_EFFECT = frozenset(
     "cuda_memory_fraction replicas_on_host cpu_offload_gb kv_host_gb kv_disk_gb kv_disk_dir attention cuda_graphs "
     "folder_fd num_threads most_threads thread_spin_us cores memory_node prefill_chunking prefix_caching "
     "enable_prefill_logprobs max_lora_rank reserved_loras disable_forced_spans watermark_gamma watermark_delta "
-    "media_cache_gb otlp_endpoint otlp_service_name json_output logger_level exit_with_parent".split()
+    "media_cache_gb otlp_endpoint otlp_service_name json_output logger_level exit_with_parent "
+    "deployment_file".split()
 )
 
 

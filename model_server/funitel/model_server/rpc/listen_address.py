@@ -6,8 +6,8 @@ from pathlib import Path
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto import step_socket
 from funitel.proto.errors import SettingsError
+from funitel.proto.process.deployment_file import is_launcher_gone, remove_deployment_file
 from funitel.proto.process.locks import lock_of, remove_if_free
-from funitel.proto.process.parent import is_parent_ending
 from funitel.proto.settings.listen_address import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ def step_socket_path(settings: ModelServerSettings) -> str:
 def remove_files(settings: ModelServerSettings) -> None:
     """Remove the sockets, and the lock of a launcher that was killed."""
     _remove_sockets(settings)
-    if is_parent_ending(settings.exit_with_parent):
+    if is_launcher_gone(settings.exit_with_parent, settings.deployment_file):
+        if settings.deployment_file is not None:
+            remove_deployment_file(settings.deployment_file)
         remove_if_free(lock_of(settings.uds_path), LOCK_RELEASE_SECONDS)
 
 

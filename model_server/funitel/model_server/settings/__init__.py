@@ -530,6 +530,12 @@ class ModelServerSettings:
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(None, _PARENT, env=None)
+    deployment_file: str | None = setting(
+        None,
+        "With --exit-with-parent, file that names another launcher which has adopted this process, once its own has "
+        "ended.",
+        env=None,
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)

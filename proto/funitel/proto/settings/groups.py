@@ -142,14 +142,14 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Between the processes of a deployment",
         "master_shard_uds_path",
         "master_shard_address replica_address shard_uds_path uds_path master_addr master_port shard_connect_timeout "
-        "shard_return_timeout listen_fd ready_fd accepts_early keeper generation folder_fd exit_with_parent "
+        "shard_return_timeout listen_fd ready_fd accepts_early generation folder_fd exit_with_parent deployment_file "
         "control_socket no_model reports_progress",
     ),
     _group(
         "operation",
         "Start, restart and stop",
         "config",
-        "env max_restarts step_timeout_s shutdown_delay graceful_termination_timeout",
+        "env max_restarts step_timeout_s shutdown_delay graceful_termination_timeout keeper adopt_timeout",
     ),
     _group(
         "logs",

@@ -399,6 +399,12 @@ class RouterSettings:
         bounds=NOT_NEGATIVE,
     )
     exit_with_parent: int | None = setting(None, "Process id of the parent; this process stops when it ends.", env=None)
+    deployment_file: str | None = setting(
+        None,
+        "With --exit-with-parent, file that names another launcher which has adopted this process, once its own has "
+        "ended.",
+        env=None,
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)

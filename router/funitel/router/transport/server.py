@@ -21,7 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
-from funitel.proto.process.parent import is_parent_ending, stop_with_parent
+from funitel.proto.process.deployment_file import end_with_launcher, is_launcher_gone
 from funitel.router.core.drain import Drain
 from funitel.router.core.file_watch import Reloadable
 from funitel.router.settings import MAX_TIMEOUT_SECONDS, RouterSettings
@@ -35,7 +35,6 @@ from funitel.router.transport.tls import Https
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes for each client that does not read
 ORPHAN_SECONDS = 5  # of a drain without a parent: no other process would end one that hangs
 LAST_SECONDS = 5  # for errors to reach clients, once the drain has timed out
 IDLE_SECONDS = 5.0  # without a request, after which connections that were open at a hand-over are closed
@@ -90,11 +89,11 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn_config(app, protocol, https))
         self._takeover = keeper
         self.failure: FunitelError | None = None
-        self._parent = settings.exit_with_parent
+        self._launcher = (settings.exit_with_parent, settings.deployment_file)
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run
             signal.signal(number, self.handle_exit)
         signal.signal(signal.SIGUSR1, self.hand_over)
-        stop_with_parent(self._parent)
+        end_with_launcher(*self._launcher)
 
     def fail(self, error: FunitelError) -> None:
         """Stop, remembering why."""
@@ -105,7 +104,7 @@ class Server(uvicorn.Server):
         """Stop because of a signal; a process without a parent got it from the kernel, and drains for a short time."""
         if self._is_told_to_stop and sig == signal.SIGTERM:
             self._drain_timeout_seconds = 0.0
-        elif is_parent_ending(self._parent):
+        elif is_launcher_gone(*self._launcher):
             logger.warning("the process that started this one is gone: stopping")
             self._drain_timeout_seconds = ORPHAN_SECONDS
         self._is_told_to_stop = True

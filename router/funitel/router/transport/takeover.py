@@ -33,6 +33,7 @@ from funitel.router.transport.kept_connection import (
 
 logger = logging.getLogger(__name__)
 
+SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes for each client that does not read
 YIELD_SECONDS = 1.0  # for answers that are not in the journal, before this router hands over
 LOOK_SECONDS = 0.005
 _RESET = struct.pack("ii", 1, 0)  # struct linger: closing sends a reset
@@ -105,6 +106,7 @@ class Takeover:
         lost = partial(self._link.release, kept.id)
         make = partial(self._connect, **({"kept": journal} if is_kept else {"on_lost": lost}))
         try:
+            kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             await asyncio.get_running_loop().connect_accepted_socket(make, kept.sock, **self._tls)
         except OSError:
             self._link.release(kept.id)

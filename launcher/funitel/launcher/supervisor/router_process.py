@@ -1,0 +1,188 @@
+"""The router of a deployment: started, started again when it ends, and replaced in place by another process."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from funitel.launcher.processes.restart_policy import RestartPolicy
+from funitel.launcher.supervisor.process import Child
+
+logger = logging.getLogger(__name__)
+
+REPLACEMENT_GRACE_SECONDS = 2.0
+
+MakeRouter = Callable[[int, bool], Child]
+"""Describes a router, by the descriptor that it writes to once it is ready, and whether it accepts clients before."""
+
+
+class ServingRouter:
+    """The router of one deployment.
+
+    Attributes:
+        current: its process; None before the first start.
+    """
+
+    def __init__(
+        self,
+        make: MakeRouter,
+        max_restarts: int,
+        until_keeper_listens: Callable[[], Awaitable[None]] | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare the router.
+
+        Args:
+            make: describes a process.
+            max_restarts: in a row.
+            until_keeper_listens: waits for the keeper; without one the router is not started again.
+            on_change: called after a change of `processes`.
+        """
+        self.current: Child | None = None
+        self._make = make
+        self._max_restarts = max_restarts
+        self._until_keeper_listens = until_keeper_listens
+        self._on_change = on_change
+        self._replacement: Child | None = None
+        self._replace_requested = asyncio.Event()
+        self._is_ending = False
+
+    @property
+    def running(self) -> Child:
+        """Its process."""
+        assert self.current is not None, "the router was not started"
+        return self.current
+
+    @property
+    def processes(self) -> list[Child]:
+        """All of its processes: two during a replacement."""
+        return [child for child in (self.current, self._replacement) if child is not None]
+
+    async def start(self, *, accepts_early: bool) -> int:
+        """Start the first process; returns the descriptor, the caller's, that can be read once it is ready."""
+        if self._until_keeper_listens is not None:
+            await self._until_keeper_listens()
+        with self._ready_pipe() as (read_end, write_end):
+            child = self._make(write_end, accepts_early)
+            await child.start()
+        self.current = child
+        self._on_change()
+        return read_end
+
+    def adopt(self, child: Child) -> None:
+        """Go on with the process of an earlier launcher."""
+        self.current = child
+
+    @contextmanager
+    def _ready_pipe(self) -> Iterator[tuple[int, int]]:
+        """A pipe; the read end is left open, unless the `with` fails."""
+        with ExitStack() as stack:
+            read_end, write_end = os.pipe()
+            stack.callback(os.close, read_end)
+            try:
+                yield read_end, write_end
+            finally:
+                os.close(write_end)
+            stack.pop_all()
+
+    # Service --------------------------------------------------------------------------------------------------------
+
+    def request_replacement(self) -> None:
+        """Have another process take over, if there is a keeper; the current one serves until then."""
+        if self._until_keeper_listens is None:
+            logger.error("without --keeper true the router cannot be replaced")
+        else:
+            self._replace_requested.set()
+
+    async def serve(self) -> str:
+        """Start the router again whenever it ends, and replace it when asked to; returns the reason of the last end."""
+        restarts = RestartPolicy(self._max_restarts)
+        began = time.monotonic()
+        while True:
+            requested = asyncio.create_task(self._replace_requested.wait())
+            await asyncio.wait({self.running.exited, requested}, return_when=asyncio.FIRST_COMPLETED)
+            requested.cancel()
+            if not self.running.has_exited:
+                self._replace_requested.clear()
+                await self._replace()
+                continue
+            reason, ended = self.running.exit_reason(), time.monotonic()
+            if self._is_ending or self._until_keeper_listens is None:
+                return reason
+            delay = restarts.delay_after(ended - began)
+            if delay is None:
+                return reason + (f"; restarted {self._max_restarts} times in a row" if self._max_restarts else "")
+            count = f"restart {restarts.num_in_a_row} of {self._max_restarts}"
+            logger.error("%s; %s in %g s", reason, count, delay)
+            await asyncio.sleep(delay)
+            began = time.monotonic()
+            await self._start_again(ended, count)
+
+    async def _start_again(self, ended: float, count: str) -> None:
+        read_end = await self.start(accepts_early=False)
+        try:
+            if await _is_ready(read_end, self.running):
+                logger.warning("the router answers again after %.1f s (%s)", time.monotonic() - ended, count)
+        finally:
+            os.close(read_end)
+
+    async def _replace(self) -> None:
+        """Start another process, which has the current one end; where it fails, that serves on."""
+        logger.info("another router is started, which takes over from the current one")
+        began, old = time.monotonic(), self.running
+        with self._ready_pipe() as (read_end, write_end):
+            fresh = self._make(write_end, False)
+            await fresh.start()
+            self._replacement = fresh
+            self._on_change()
+        try:
+            await asyncio.wait({fresh.exited, old.exited}, return_when=asyncio.FIRST_COMPLETED)
+            self._replacement = None
+            if fresh.has_exited and not old.has_exited:
+                logger.error("the router was not replaced, it serves on: %s", fresh.exit_reason())
+                return
+            self.current = fresh
+            self._on_change()
+            if await _is_ready(read_end, fresh):
+                logger.info("the router was replaced in %.1f s", time.monotonic() - began)
+        finally:
+            os.close(read_end)
+
+    # End ------------------------------------------------------------------------------------------------------------
+
+    async def begin_end(self) -> None:
+        """Start no further process; one that was to replace the current one is stopped."""
+        self._is_ending = True
+        fresh, self._replacement = self._replacement, None
+        if fresh is not None and fresh is not self.current:
+            await fresh.stop(REPLACEMENT_GRACE_SECONDS)
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for child in self.processes:
+            child.kill()
+
+
+async def _is_ready(descriptor: int, router: Child) -> bool:
+    """Return True once a router has written to its pipe, False once it has ended."""
+    told = asyncio.create_task(until_readable(descriptor))
+    try:
+        await asyncio.wait({told, router.exited}, return_when=asyncio.FIRST_COMPLETED)
+        return told.done()
+    finally:
+        told.cancel()
+        await asyncio.wait({told})
+
+
+async def until_readable(descriptor: int) -> None:
+    """Return once a child has written to the pipe; never if it ends first."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(descriptor)
+    if not os.read(descriptor, 1):
+        await asyncio.Event().wait()
