@@ -1,0 +1,24 @@
+"""Outputs of one sequence, kept by several ranks, are joined in the order of its tokens."""
+
+from funitel.proto.step import Generation, Tokens
+from funitel.proto.takeover.state import OutputStep, SequenceOutputs, join_outputs
+
+
+def part(num_before: int, *ids: int, mu: float | None = None) -> SequenceOutputs:
+    steps = (OutputStep(i, Generation(7, Tokens((i,), (-0.5,), ("a",), (False,)))) for i in ids)
+    return SequenceOutputs("key", num_before, tuple(steps), mu)
+
+
+def test_parts_are_joined_whatever_rank_has_kept_them() -> None:
+    other = SequenceOutputs("other")
+    joined = join_outputs([part(2, 3), part(3, mu=None), other, part(0, 1, 2, mu=4.0)])
+
+    assert joined == {"key": part(0, 1, 2, 3), "other": other}
+
+
+def test_an_empty_part_keeps_the_state_of_mirostat() -> None:
+    assert join_outputs([part(1), part(0, 1, mu=4.0)]) == {"key": part(0, 1, mu=4.0)}
+
+
+def test_parts_before_a_missing_one_are_left_out() -> None:
+    assert join_outputs([part(0, 1), part(2, 3), part(3, 4)]) == {"key": part(2, 3, 4)}
