@@ -258,6 +258,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "listen_fd": st.lists(st.integers(0, 1000), max_size=2).map(tuple),
     "ready_fd": st.none() | st.integers(0, 1000),
     "accepts_early": st.booleans(),
+    "keeper": st.none() | TEXT,
+    "generation": st.integers(0, 10**6),
     "replica_address": st.lists(st.sampled_from(["unix:///tmp/a-0", "tcp://host:80"]), max_size=2, unique=True).map(
         tuple
     ),

@@ -24,6 +24,7 @@ from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings, is_guarded, local_only, opens_port
 from funitel.router.transport.fd_limit import allow_open_files, max_connections
 from funitel.router.transport.server import SEND_BUFFER_BYTES, Server, bind
+from funitel.router.transport.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +67,17 @@ def serve(settings: RouterSettings) -> None:
             address = _address(settings)
             listeners = [stack.enter_context(bind(address, port)) for port in ports]
         build = partial(build_app, settings, connect, is_local=_is_local(settings, listeners), connect_replicas=connect)
-        server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()))
+        takeover = None if settings.keeper is None else Takeover(settings.keeper, settings.generation)
+        server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()), takeover)
         for descriptor in (*settings.listen_fd, *([] if settings.ready_fd is None else [settings.ready_fd])):
             os.set_inheritable(descriptor, False)  # the launcher's way to pass it leaves it so, and uvloop closes none
         for listener in listeners:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             logger.info("listening on %s port %d", *listener.getsockname()[:2])
-        server.run(sockets=listeners)
+        if takeover is not None:  # last: an earlier router ends with it
+            takeover.connect()
+            stack.callback(takeover.close)
+        server.run(sockets=[] if takeover is not None else listeners)
     if server.failure is not None:
         raise server.failure
 

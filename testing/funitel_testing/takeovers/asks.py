@@ -30,12 +30,17 @@ SCHEMA = {
 
 # What two runs may differ in: ids and times that are drawn for each request, and counts of what was cached.
 _DRAWN = (
-    (re.compile(rb'"((?:[a-z_]*_)?id|item_id)":"(?:chatcmpl|cmpl|call|msg|resp|item|fc|rs|req)[-_][0-9a-f]{8,}"'), rb'"\1":"drawn"'),
+    (
+        re.compile(rb'"((?:[a-z_]*_)?id|item_id)":"(?:chatcmpl|cmpl|call|msg|resp|item|fc|rs|req)[-_][0-9a-f]{8,}"'),
+        rb'"\1":"drawn"',
+    ),
     (re.compile(rb'"(created|created_at|completed_at)":\d+'), rb'"\1":0'),
     (re.compile(rb'"(cached_tokens|cache_read_input_tokens|num_cached_tokens|input_tokens)":\d+'), rb'"\1":0'),
 )
 # Headers of times, and the length of a body with such counts; everything else of a head is the same.
-_TIMES = re.compile(rb"(?im)^(date|content-length|x-[a-z-]*time[a-z-]*|x-tokens-per-second|x-request-id|request-id): .*\r\n")
+_TIMES = re.compile(
+    rb"(?im)^(date|content-length|x-[a-z-]*time[a-z-]*|x-tokens-per-second|x-request-id|request-id): .*\r\n"
+)
 
 
 @dataclass(frozen=True)

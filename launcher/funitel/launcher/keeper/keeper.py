@@ -46,6 +46,7 @@ class KeptConnection:
     generation: int
     requests: dict[int, KeptRequest] = field(default_factory=dict)  # by number, in order
     partial: bytes = b""
+    settled: bytes = b""  # how far the last router was with it, as it says
     alone_since: float | None = None  # since no router has it; an instant of the monotonic clock
 
 
@@ -154,7 +155,7 @@ class Keeper:
         self._send(router, self._introduction(kept))
 
     def _introduction(self, kept: KeptConnection) -> Packet:
-        return Packet(Kind.CONNECTION, kept.id, kept.listener, fds=(kept.sock.fileno(),))
+        return Packet(Kind.CONNECTION, kept.id, kept.listener, kept.settled, (kept.sock.fileno(),))
 
     # Routers --------------------------------------------------------------------------------------------------------
 
@@ -206,6 +207,7 @@ class Keeper:
                 kept.requests[packet.number].facts.append(packet.raw)
             case Kind.DONE if kept is not None:
                 kept.requests.pop(packet.number, None)
+                kept.settled = packet.raw
             case Kind.PARTIAL if kept is not None:
                 kept.partial = packet.raw
             case Kind.RELEASE if kept is not None:
@@ -252,7 +254,7 @@ class Keeper:
         """Take a connection that an earlier keeper had."""
         sock = socket.socket(fileno=packet.fds[0])
         self._connections[packet.connection] = KeptConnection(
-            packet.connection, sock, packet.number, router.generation or 0
+            packet.connection, sock, packet.number, router.generation or 0, settled=packet.raw
         )
         self._next_id = max(self._next_id, packet.connection + 1)
 

@@ -1,4 +1,7 @@
-"""The socket between router and keeper: packets with descriptors, in order. A packet that was sent survives its sender."""
+"""The socket between router and keeper: packets with descriptors, in order.
+
+A packet that was sent survives its sender.
+"""
 
 import os
 import select

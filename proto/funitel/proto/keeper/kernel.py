@@ -66,7 +66,10 @@ def bytes_read(sock: socket.socket) -> int:
 def counts_bytes() -> bool:
     """Whether this kernel counts bytes of connections, tried on one of its own."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as near:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()) as near,
+        ):
             accepted, _ = listener.accept()
             with accepted:
                 near.sendall(b"12345")

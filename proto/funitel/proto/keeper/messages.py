@@ -1,7 +1,7 @@
 """The messages between router and keeper: one packet each, with the descriptors that travel beside it.
 
-A packet is a kind, the number of a connection, the number of a request on it, and bytes. The keeper reads neither the bytes
-of requests nor facts: it keeps them, and gives them to the next router.
+A packet is a kind, the number of a connection, the number of a request on it, and bytes. The keeper reads neither the
+bytes of requests nor facts: it keeps them, and gives them to the next router.
 """
 
 import json

@@ -142,8 +142,8 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Between the processes of a deployment",
         "master_shard_uds_path",
         "master_shard_address replica_address shard_uds_path uds_path master_addr master_port shard_connect_timeout "
-        "shard_return_timeout listen_fd ready_fd accepts_early folder_fd exit_with_parent control_socket "
-        "no_model reports_progress",
+        "shard_return_timeout listen_fd ready_fd accepts_early keeper generation folder_fd exit_with_parent "
+        "control_socket no_model reports_progress",
     ),
     _group(
         "operation",

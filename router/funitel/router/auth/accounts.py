@@ -100,22 +100,25 @@ class Account:
             raise self._refusal("model", Forbidden(words))
 
     @contextmanager
-    def entered(self, now: float, *, is_background: bool = False) -> Iterator[None]:
+    def entered(self, now: float, *, is_background: bool = False, was_admitted: bool = False) -> Iterator[None]:
         """Count a request, which lasts as long as the block; one of a batch is not counted as one that runs.
+
+        One that another router has admitted is neither refused nor counted again.
 
         Raises:
             RateLimited: the key has too many requests at once, or had too many, or too many tokens, within a minute.
         """
-        with self.counting_refusals():
-            for meter, limits in self._meters:
-                if not is_background:
-                    meter.check_concurrency(limits)
-                meter.check_requests(limits, now)
-        self._metrics.count_key_request(self.key.name)
-        for meter, _ in self._meters:
-            meter.count_request(now)
-        if self.tenant is not None:
-            self.tenant.count_request()
+        if not was_admitted:
+            with self.counting_refusals():
+                for meter, limits in self._meters:
+                    if not is_background:
+                        meter.check_concurrency(limits)
+                    meter.check_requests(limits, now)
+            self._metrics.count_key_request(self.key.name)
+            for meter, _ in self._meters:
+                meter.count_request(now)
+            if self.tenant is not None:
+                self.tenant.count_request()
         with nullcontext() if is_background else self.prolonged():
             yield
 
@@ -127,15 +130,16 @@ class Account:
                 running.enter_context(meter.running())
             yield
 
-    def reserve(self, num_tokens: int, now: float) -> None:
+    def reserve(self, num_tokens: int, now: float, *, was_admitted: bool = False) -> None:
         """Reserve the maximum of tokens that a request may take, until it is settled.
 
         Raises:
-            RateLimited: so many are not left of the minute.
+            RateLimited: so many are not left of the minute; not for one that another router has admitted.
         """
-        with self.counting_refusals():
-            for meter, limits in self._meters:
-                meter.check_tokens(limits, num_tokens, now)
+        if not was_admitted:
+            with self.counting_refusals():
+                for meter, limits in self._meters:
+                    meter.check_tokens(limits, num_tokens, now)
         for meter, _ in self._meters:
             meter.reserve(num_tokens)
         if self.tenant is not None:
@@ -318,7 +322,12 @@ class AccountTenant(Protocol):
 
 @asynccontextmanager
 async def charged(
-    account: Account | None, model: str, most: Callable[[], TokenCounts], used: Callable[[], TokenCounts]
+    account: Account | None,
+    model: str,
+    most: Callable[[], TokenCounts],
+    used: Callable[[], TokenCounts],
+    *,
+    was_admitted: bool = False,
 ) -> AsyncIterator[None]:
     """Let the block run if the account has `most` tokens left, and charge what was `used` by its end.
 
@@ -333,7 +342,7 @@ async def charged(
         yield
         return
     reserved = most()
-    account.reserve(reserved.total, time.monotonic())
+    account.reserve(reserved.total, time.monotonic(), was_admitted=was_admitted)
     tenant = account.tenant
     try:
         async with AsyncExitStack() as stack:

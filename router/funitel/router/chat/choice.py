@@ -20,6 +20,7 @@ from funitel.router.chat.parts import (
 )
 from funitel.router.chat.prompt import ChatPrompt
 from funitel.router.chat.transcript import Transcript
+from funitel.router.core import request_context
 from funitel.router.serving.prepare import GenerationJob
 
 
@@ -56,6 +57,7 @@ class Choice:
         self._num_calls = 0
         self._reasoning_tokens = 0
         self._has_started = False
+        self._journal = request_context.current().journal  # generations come outside of the request's context
 
     def feed(self, generation: Generation) -> list[Part]:
         """Take what one step generated; return the parts it completes."""
@@ -99,10 +101,14 @@ class Choice:
             case CallStart():
                 self._num_calls += 1
                 if self._is_wanted_call:
-                    yield ToolCallStart(self._num_calls - 1, f"call_{uuid.uuid4().hex}", piece.name)
+                    yield ToolCallStart(self._num_calls - 1, self._new_call_id(), piece.name)
             case CallArguments():
                 if self._is_wanted_call:
                     yield ToolCallArguments(self._num_calls - 1, piece.delta)
+
+    def _new_call_id(self) -> str:
+        name = f"call.{self._job.request.output_key}.{self._num_calls}"
+        return self._journal.draw(name, lambda: f"call_{uuid.uuid4().hex}")
 
     @property
     def _is_wanted_call(self) -> bool:

@@ -4,6 +4,7 @@ Such facts are the seed, ids, times of creation, and counts of cached tokens. An
 reads them, and renders the same bytes again.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ class RequestJournal:
 
     def draw(self, name: str, make: Callable[[], T]) -> T:
         """Return a fact, a JSON value; `make` makes it unless an earlier router did. One name is drawn once."""
+        return make()
+
+    def draw_next(self, name: str, make: Callable[[], T]) -> T:
+        """Return the next fact of a name that is drawn several times, in the same order in every router."""
         return make()
 
     def knows(self, name: str) -> bool:
@@ -52,6 +57,7 @@ class KeptJournal(RequestJournal):
         self._put = put
         self._fresh: dict[str, Any] = {}  # not handed to the keeper yet
         self._num_outputs = 0
+        self._num_drawn: Counter[str] = Counter()
 
     def draw(self, name: str, make: Callable[[], T]) -> T:
         """See RequestJournal."""
@@ -60,6 +66,11 @@ class KeptJournal(RequestJournal):
             return found
         made = self._known[name] = self._fresh[name] = make()
         return made
+
+    def draw_next(self, name: str, make: Callable[[], T]) -> T:
+        """See RequestJournal."""
+        self._num_drawn[name] += 1
+        return self.draw(f"{name}.{self._num_drawn[name]}", make)
 
     def knows(self, name: str) -> bool:
         """See RequestJournal."""

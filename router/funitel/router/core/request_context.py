@@ -3,15 +3,18 @@
 It holds no text of the prompt or of the answer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from funitel.proto.errors import FunitelError
 from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Timings
+
+T = TypeVar("T")  # of JSON
 
 
 @dataclass(slots=True)
@@ -59,6 +62,11 @@ _current: ContextVar[RequestContext | None] = ContextVar("request_context", defa
 def current() -> RequestContext:
     """Return the context of the request that is being answered; a new one, which is not kept, outside of requests."""
     return _current.get() or RequestContext()
+
+
+def drawn(name: str, make: Callable[[], T]) -> T:
+    """Return a fact of the request that is being answered, see `RequestJournal.draw`."""
+    return current().journal.draw(name, make)
 
 
 @contextmanager

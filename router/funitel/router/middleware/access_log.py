@@ -16,6 +16,7 @@ from funitel.router.core.request_context import RequestContext
 from funitel.router.middleware.operation import ModelUse, operation_of, route_of
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.telemetry.recent_requests import EndedRequest
+from funitel.router.transport.kept_answer import client_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ def _request_id(scope: Scope) -> str:
     given = [value for name, value in scope["headers"] if name == REQUEST_ID]
     if len(given) == 1 and _SANE.fullmatch(given[0]):
         return str(given[0].decode("ascii"))
-    return uuid.uuid4().hex
+    client = client_of(scope)
+    known = None if client is None else client.facts_of(scope).get("request_id")  # of an earlier router
+    return known or uuid.uuid4().hex
 
 
 def _log(scope: Scope, status: int, context: RequestContext, seconds: float) -> None:

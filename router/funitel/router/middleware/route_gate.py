@@ -13,6 +13,7 @@ from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
 from funitel.router.middleware.auth import check_key, is_background_request
 from funitel.router.middleware.operation import ROUTE, Operation
+from funitel.router.transport.kept_answer import is_replayed
 
 
 class ModelNames(Protocol):
@@ -52,12 +53,12 @@ class RouteGate:
         if not self._checks_key:
             return nullcontext()
         account = check_key(scope, self._accounts, self._operation, self._models.only_name)
-        return self._charged(account, is_background=is_background_request(scope))
+        return self._charged(account, is_background=is_background_request(scope), was_admitted=is_replayed(scope))
 
     @contextmanager
-    def _charged(self, account: Account, *, is_background: bool) -> Iterator[None]:
+    def _charged(self, account: Account, *, is_background: bool, was_admitted: bool) -> Iterator[None]:
         """Charge the long texts that were encoded for a request which did not get as far as the model."""
-        with account.entered(time.monotonic(), is_background=is_background):
+        with account.entered(time.monotonic(), is_background=is_background, was_admitted=was_admitted):
             try:
                 yield
             finally:

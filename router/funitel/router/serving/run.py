@@ -72,6 +72,7 @@ class _Run:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.endings: dict[int, GeneratedText] = {}  # by place
         self._take = take
+        self._journal = request_context.current().journal  # events come outside of the request's context
         self._num_jobs = len(jobs)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             stream.listen(self._listener(place, job, stream))
@@ -81,7 +82,7 @@ class _Run:
 
         A closure: with a thousand streams each object that a token touches has left the processor's caches.
         """
-        metrics, take, ended = job.service.metrics, self._take, self.ended
+        metrics, take, ended, journal = job.service.metrics, self._take, self.ended, self._journal
 
         def receive(event: Event, now: float) -> None:
             if ended.done():
@@ -98,7 +99,10 @@ class _Run:
                 elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
-                    job.num_cached_tokens, job.cached_by_tier = stream.num_cached_tokens, stream.cached_by_tier
+                    job.num_cached_tokens, job.cached_by_tier = journal.draw(
+                        f"cached.{job.request.output_key}",
+                        lambda: (stream.num_cached_tokens, dict(stream.cached_by_tier)),
+                    )
                     metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
                 take(place, event)
             except Exception as error:  # fails this request alone: the engine goes on
@@ -136,11 +140,18 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
     """Queue all jobs or none; what still runs at the end of the block is cancelled."""
     streams: list[TokenStream] = []
     account, model = jobs[0].arrived.account, jobs[0].service.model_id
-    async with charged(account, model, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)):
+    journal = request_context.current().journal
+    paying = charged(
+        *(account, model, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)),
+        was_admitted=journal.is_replayed,
+    )
+    async with paying:
         for job in jobs:
             job.arrived.consume_reservation()
         async with AsyncExitStack() as stack:
             for job in jobs:
+                if journal.key:
+                    job.request = replace(job.request, output_key=journal.output_key())
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
             jobs[0].arrived.submitted.set()
             with _listed(jobs[0], streams):

@@ -10,6 +10,7 @@ from typing import Any
 
 from funitel.proto.errors import ContextTooLong
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
+from funitel.router.core import request_context
 from funitel.router.core.request import Limits, Request
 from funitel.router.serving.sampling_request import WHOLE_CONTEXT, BrokenRule, SamplingRequest
 from funitel.router.serving.strategies import check_strategy
@@ -259,7 +260,9 @@ def build_request(
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             typical_p=1.0 if sampling.typical_p is None else sampling.typical_p,
             do_sample=bool(sampling.do_sample),
-            seed=random_seed() if sampling.seed is None else sampling.seed,
+            seed=sampling.seed
+            if sampling.seed is not None
+            else request_context.current().journal.draw_next("seed", random_seed),
             repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
             frequency_penalty=sampling.frequency_penalty or 0.0,
             presence_penalty=sampling.presence_penalty,

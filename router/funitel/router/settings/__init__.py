@@ -387,6 +387,17 @@ class RouterSettings:
     accepts_early: bool = setting(
         False, "With --ready-fd, accept connections before the shards are ready too, and answer 503.", env=None
     )
+    keeper: str | None = setting(
+        None,
+        "Socket of the keeper, which accepts connections for this router, and gives it those of an earlier one.",
+        env=None,
+    )
+    generation: int = setting(
+        0,
+        "With --keeper, number of the deployment; routers of the same one take over from one another.",
+        env=None,
+        bounds=NOT_NEGATIVE,
+    )
     exit_with_parent: int | None = setting(None, "Process id of the parent; this process stops when it ends.", env=None)
 
     def __post_init__(self) -> None:

@@ -47,8 +47,18 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+class _Clock:
+    """The clock of templates: the instant of the request, in seconds since 1970, where that is given."""
+
+    now: float | None = None
+
+    def strftime(self, format: str) -> str:
+        """The instant in the local time, as `datetime.strftime` writes it."""
+        instant = datetime.now() if self.now is None else datetime.fromtimestamp(self.now)
+        return instant.strftime(format)
+
+
+_CLOCK = _Clock()
 
 
 def _tojson(
@@ -68,7 +78,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = _CLOCK.strftime
     return environment
 
 
@@ -177,6 +187,7 @@ def prepare(setup: dict[str, Any]) -> Answer:
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
         markers = task.get("markers") and MediaMarkers(**task["markers"])
+        _CLOCK.now = task.get("now")
         try:
             prompt = template.render_without_control(control, task["chat"], task["answer_markers"], markers)
         except TemplateError as error:

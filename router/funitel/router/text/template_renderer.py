@@ -91,7 +91,12 @@ class TemplateRenderer:
             raise TemplateError(self._refusal)
         try:
             chat = {"messages": list(messages), **options}
-            task = {"chat": chat, "answer_markers": answer_markers, "markers": markers and asdict(markers)}
+            task = {
+                "chat": chat,
+                "answer_markers": answer_markers,
+                "markers": markers and asdict(markers),
+                "now": request_context.drawn("now", time.time),
+            }
             answer: dict[str, Any] = await self._pool.run(task, request_context.current().owner)
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None

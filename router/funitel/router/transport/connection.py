@@ -7,17 +7,22 @@ if no answer has begun, and is disconnected.
 
 import asyncio
 import json
+from collections.abc import Callable
 from enum import Enum
 from http import HTTPStatus
 from math import inf
 from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from funitel.router.core.journal import RequestJournal
 from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.transport.connection_limits import Connections
 from funitel.router.transport.framing import BodyTooLarge, Framing, LimitExceeded, malformed
+from funitel.router.transport.kept_answer import JOURNAL, WHOLE
+from funitel.router.transport.kept_connection import KeptConnection
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE
 from funitel.router.transport.request_head import body_length, check_version, origin_target
 
@@ -25,6 +30,7 @@ MAX_PIPELINED = 32  # requests in flight on one connection
 MAX_HEADERS = 128  # of a request
 MIN_READ_BYTES = 1 << 14  # that a slow reader must read within its timeout, while more than that waits
 LEAVING_SECONDS = 5.0  # for a client to read its answer, and to stop sending
+NUMBER = "funitel.number"  # in a scope: of the request on its connection, where that is kept
 EARLY_SECONDS = 0.002  # timers have a resolution of milliseconds
 
 
@@ -42,8 +48,23 @@ class Phase(Enum):
 class HttpConnection(HttpToolsProtocol):
     """The connection of one client."""
 
-    def __init__(self, connections: Connections, settings: RouterSettings, **uvicorn: Any) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        settings: RouterSettings,
+        kept: KeptConnection | None = None,
+        on_lost: Callable[[], None] | None = None,
+        **uvicorn: Any,
+    ) -> None:
+        """Prepare a connection.
+
+        `kept` is the journal of one that outlives this router; `on_lost` is called at the end of any other.
+        """
         super().__init__(**uvicorn)
+        self._kept = kept
+        self._on_lost = on_lost
+        self._raw: list[bytes] = []  # of the newest request, where it may be kept
+        self._has_lost_input = False
         self._renew_parser()
         self._connections = connections
         self._settings = settings
@@ -67,6 +88,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count this connection, or refuse it where there are too many."""
+        if self._kept is not None:
+            transport = cast(asyncio.Transport, self._kept.around(transport))
         super().connection_made(transport)
         if self._connections.enter(self):
             self._watch()
@@ -78,6 +101,10 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything."""
         super().connection_lost(exc)
+        if self._kept is not None:
+            self._kept.release()
+        if self._on_lost is not None:
+            self._on_lost()
         self._tell_of_leaving()
         self._unset_keepalive_if_required()  # uvicorn leaves that timer running after a reset
         self._connections.leave(self)
@@ -104,6 +131,9 @@ class HttpConnection(HttpToolsProtocol):
             return
         try:
             for piece in self._framing.pieces(data):
+                if self._kept is not None:
+                    self._raw.append(piece)
+                    self._kept.num_input += len(piece)
                 self._parse(piece)
         except httptools.HttpParserError as error:
             self._refuse(error.__context__)
@@ -144,8 +174,11 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to read a request."""
         super().on_message_begin()
-        cast(dict[str, Any], self.scope)[CLIENT] = self
+        scope = cast(dict[str, Any], self.scope)
+        scope[CLIENT] = self
         self._num_requests += 1
+        if self._kept is not None:
+            scope[NUMBER] = self._kept.num_before + self._num_requests
         self._num_header_lines = 0
         self._is_in_header = True
 
@@ -183,11 +216,21 @@ class HttpConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._is_whole = True
+        if self._kept is not None:
+            cast(dict[str, Any], self.scope)[WHOLE] = b"".join(self._raw), self._kept.num_input
+            self._raw.clear()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Go on with the next request, or wait for it."""
+        if self._kept is not None and self._answered is not None:
+            scope = cast(dict[str, Any], self._answered.scope)
+            scope.pop(WHOLE, None)
+            if NUMBER in scope:
+                self._kept.complete(scope[NUMBER], scope.get(JOURNAL))
         super().on_response_complete()
+        if self._has_lost_input and not self.pipeline and self.cycle.response_complete:
+            self._refuse_lost()
         self._watch()
 
     def pause_writing(self) -> None:
@@ -292,6 +335,64 @@ class HttpConnection(HttpToolsProtocol):
                 self._watch()
             case _:
                 self.transport.abort()
+
+    # The journal -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the connection outlives this router."""
+        return self._kept is not None
+
+    def keep(self, scope: Scope) -> RequestJournal:
+        """Put the request of a scope into the journal; it must be whole."""
+        assert self._kept is not None, "only kept connections have a journal"
+        raw, input_end = scope.pop(WHOLE)
+        return self._kept.keep(scope[NUMBER], raw, input_end)
+
+    def begin_unkept(self, scope: Scope) -> None:
+        """Note that the answer of a request begins that is not in the journal."""
+        assert self._kept is not None, "only kept connections have a journal"
+        _, input_end = scope.get(WHOLE, (b"", self._kept.num_input))
+        self._kept.begin_unkept(scope[NUMBER], input_end)
+
+    def facts_of(self, scope: Scope) -> dict[str, Any]:
+        """The facts that an earlier router has left of the request of a scope."""
+        assert self._kept is not None, "only kept connections have a journal"
+        return self._kept.facts_of(scope[NUMBER])
+
+    @property
+    def has_unkept(self) -> bool:
+        """Whether a request that is not in the journal is whole and not answered yet."""
+        cycles = [each for each, _ in self.pipeline]
+        if self._answered is not None and not self._answered.response_complete:
+            cycles.append(self._answered)
+        return any(JOURNAL not in cast(dict[str, Any], cycle.scope) and not cycle.more_body for cycle in cycles)
+
+    def take_over(self, requests: bytes, partial: bytes, *, has_lost: bool) -> None:
+        """Answer the requests that an earlier router has left, then go on.
+
+        `partial` is the beginning of a request that was not whole. `has_lost`: more was read than the journal has; it
+        gets an error, and the connection ends.
+        """
+        self.data_received(requests)
+        if has_lost:
+            self._has_lost_input = self._is_deaf = True
+            if not requests:
+                self._refuse_lost()
+        elif partial:
+            self.data_received(partial)
+
+    def _refuse_lost(self) -> None:
+        message = "the router was restarted while this request came in"
+        self._answer(HTTPStatus.SERVICE_UNAVAILABLE, message, "overloaded")
+        self._is_leaving = True
+        self.transport.close()
+
+    def hand_over(self) -> None:
+        """Read nothing more, and hand over the beginning of a request that is not whole."""
+        self._is_deaf = True
+        if self._kept is not None and not self.transport.is_closing():
+            self._kept.hand_over(b"".join(self._raw))
 
     # Memory ----------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The router's link to the keeper: connections and journals come from it, and are handed to it. Event loop only.
 
-What `put_request` and `put_facts` have returned from survives this process. A keeper that is lost costs nothing but that:
-the router serves on, and gives everything to the next keeper.
+What `put_request` and `put_facts` have returned from survives this process. A keeper that is lost costs nothing but
+that: the router serves on, and gives everything to the next keeper.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any
 from funitel.proto.errors import StartupError
 from funitel.proto.keeper.channel import Channel, ChannelLost
 from funitel.proto.keeper.messages import Hello, JournalledRequest, Kind, Packet
+from funitel.router.transport.kept_connection import NOTHING, Settled
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class KeptSocket:
     id: int
     listener: int
     sock: socket.socket
+    settled: Settled = NOTHING
     requests: list[JournalledRequest] = field(default_factory=list)
     partial: bytes = b""
 
@@ -40,6 +42,7 @@ class _Live:
 
     sock: socket.socket  # the transport closes it
     listener: int
+    settled: bytes = b""
     requests: dict[int, JournalledRequest] = field(default_factory=dict)
 
 
@@ -98,8 +101,8 @@ class KeeperLink:
 
     def _kept(self, packet: Packet) -> KeptSocket:
         sock = socket.socket(fileno=packet.fds[0])
-        self._live[packet.connection] = _Live(sock, packet.number)
-        return KeptSocket(packet.connection, packet.number, sock)
+        self._live[packet.connection] = _Live(sock, packet.number, packet.raw)
+        return KeptSocket(packet.connection, packet.number, sock, Settled.decode(packet.raw))
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive from now on."""
@@ -138,11 +141,13 @@ class KeeperLink:
             live.requests[number].facts |= facts
             self._send(Packet(Kind.FACTS, connection, number, json.dumps(facts).encode()))
 
-    def done(self, connection: int, number: int) -> None:
+    def done(self, connection: int, number: int, settled: Settled) -> None:
         """Say that the answer of a request was given to the kernel."""
         live = self._live.get(connection)
-        if live is not None and live.requests.pop(number, None) is not None:
-            self._send(Packet(Kind.DONE, connection, number))
+        if live is not None:
+            live.requests.pop(number, None)
+            live.settled = settled.encode()
+            self._send(Packet(Kind.DONE, connection, number, live.settled))
 
     def release(self, connection: int) -> None:
         """Say that a connection has ended."""
@@ -193,7 +198,7 @@ class KeeperLink:
 
         say(Packet(Kind.HELLO, raw=Hello(self._generation, feeds=True).encode()))
         for connection, live in self._live.items():
-            say(Packet(Kind.ADOPT, connection, live.listener, fds=(live.sock.fileno(),)))
+            say(Packet(Kind.ADOPT, connection, live.listener, live.settled, (live.sock.fileno(),)))
             for number, request in live.requests.items():
                 say(Packet(Kind.REQUEST, connection, number, request.raw))
                 say(Packet(Kind.FACTS, connection, number, json.dumps(request.facts).encode()))

@@ -7,8 +7,9 @@ that is taken over is answered anew, and the first bytes of its answer, as many 
 import asyncio
 import logging
 import secrets
+import struct
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from funitel.router.core.journal import KeptJournal
 
@@ -27,7 +28,7 @@ class Keeping(Protocol):
     def put_facts(self, connection: int, number: int, facts: dict[str, Any]) -> None:
         """Hand over facts of a request."""
 
-    def done(self, connection: int, number: int) -> None:
+    def done(self, connection: int, number: int, settled: "Settled") -> None:
         """Say that the answer of a request was given to the kernel."""
 
     def release(self, connection: int) -> None:
@@ -35,6 +36,27 @@ class Keeping(Protocol):
 
     def put_partial(self, connection: int, raw: bytes) -> None:
         """Hand over the bytes of a request that is not whole."""
+
+
+class Settled(NamedTuple):
+    """How far a connection is: the last request that was answered, and bytes up to it and to the end of its answer."""
+
+    number: int = 0
+    input_end: int = 0
+    written: int = 0
+
+    def encode(self) -> bytes:
+        """Make the bytes that the keeper keeps."""
+        return _SETTLED.pack(*self)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> "Settled":
+        """Read them; nothing is settled on a connection without any."""
+        return cls(*_SETTLED.unpack(raw)) if raw else cls()
+
+
+NOTHING = Settled()
+_SETTLED = struct.Struct("<3Q")
 
 
 class KeptTransport:
@@ -88,10 +110,9 @@ class KeptConnection:
         keeper: gets what is noted.
         id: of the connection.
         known: facts of requests that an earlier router has left, by their numbers.
-        written: bytes of all answers up to the first of these.
+        settled: how far the connection is.
+        start: bytes of all answers up to the first of these.
         skip: bytes of theirs that the client has got.
-        num_before: requests that the connection had before the first of these.
-        input_before: bytes of requests before them.
     """
 
     def __init__(
@@ -99,19 +120,19 @@ class KeptConnection:
         keeper: Keeping,
         id: int,
         known: dict[int, dict[str, Any]] | None = None,
-        written: int = 0,
+        settled: Settled = NOTHING,
+        start: int = 0,
         skip: int = 0,
-        num_before: int = 0,
-        input_before: int = 0,
     ) -> None:
         self.id = id
-        self.num_before = num_before
-        self.num_input = input_before  # bytes of requests that were parsed
+        self.num_before = settled.number  # requests
+        self.num_input = settled.input_end  # bytes of requests that were parsed
         self._keeper = keeper
         self._known = known or {}
-        self._begin = written, skip
+        self._begin = start, skip
         self._transport: KeptTransport | None = None
-        self._undone: list[tuple[int, int, AnswerJournal | None]] = []  # numbers of requests, and where answers end
+        self._input_ends: dict[int, int] = {}  # of requests in the journal, by their numbers
+        self._undone: list[tuple[Settled, AnswerJournal | None]] = []  # of answers that were written to the transport
 
     def around(self, inner: asyncio.Transport) -> KeptTransport:
         """The transport to write to."""
@@ -124,16 +145,19 @@ class KeptConnection:
 
     def keep(self, number: int, raw: bytes, input_end: int) -> AnswerJournal:
         """Put a request into the journal; or find it there."""
+        self._input_ends[number] = input_end
         known = self._known.pop(number, None)
         if known is not None and KEY in known:
             return AnswerJournal(known[KEY], known, self._putting(number), self._written, is_replayed=True)
-        facts = {KEY: secrets.token_hex(12), INPUT_END: input_end}
+        key = secrets.token_hex(12)
+        facts: dict[str, Any] = {KEY: key, INPUT_END: input_end}
         self._keeper.put_request(self.id, number, raw)
         self._keeper.put_facts(self.id, number, facts)
-        return AnswerJournal(facts[KEY], facts, self._putting(number), self._written, is_replayed=False)
+        return AnswerJournal(key, facts, self._putting(number), self._written, is_replayed=False)
 
     def begin_unkept(self, number: int, input_end: int) -> None:
         """Note that the answer of a request begins that is not in the journal."""
+        self._input_ends[number] = input_end
         self._keeper.put_request(self.id, number, b"")
         self._keeper.put_facts(self.id, number, {UNKEPT_ANSWER: True, START: self._written(), INPUT_END: input_end})
 
@@ -150,7 +174,8 @@ class KeptConnection:
             logger.error("an answer that was taken over is shorter than what its client has: the connection is ended")
             self._transport.abort()
             return
-        self._undone.append((number, self._written(), journal))
+        input_end = self._input_ends.pop(number, self.num_input)
+        self._undone.append((Settled(number, input_end, self._written()), journal))
         self._settle()
 
     def _settle(self) -> None:
@@ -159,9 +184,9 @@ class KeptConnection:
         if transport is None:
             return
         given = transport.written - transport.get_write_buffer_size()
-        while self._undone and self._undone[0][1] <= given:
-            number, _, journal = self._undone.pop(0)
-            self._keeper.done(self.id, number)
+        while self._undone and self._undone[0][0].written <= given:
+            settled, journal = self._undone.pop(0)
+            self._keeper.done(self.id, settled.number, settled)
             if journal is not None:
                 journal.done()
         if self._undone:
@@ -175,7 +200,7 @@ class KeptConnection:
     def release(self) -> None:
         """The connection has ended."""
         self._transport = None
-        for _, _, journal in self._undone:
+        for _, journal in self._undone:
             if journal is not None:
                 journal.done()
         self._undone.clear()

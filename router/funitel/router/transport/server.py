@@ -29,6 +29,7 @@ from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.connection_limits import Connections
 from funitel.router.transport.stream_writer import DirectSend
+from funitel.router.transport.takeover import Takeover
 from funitel.router.transport.tls import Https
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,10 @@ Build = Callable[[Callable[[FunitelError], None], Sequence[Reloadable]], Starlet
 class Server(uvicorn.Server):
     """One uvicorn server that also stops when the router cannot start, or when its parent is gone."""
 
-    def __init__(self, settings: RouterSettings, build: Build, max_connections: int) -> None:
+    def __init__(
+        self, settings: RouterSettings, build: Build, max_connections: int, keeper: Takeover | None = None
+    ) -> None:
+        """Prepare the server; `keeper` gives it connections, in place of listening sockets."""
         https = Https.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         app = build(self.fail, [] if https is None else [https])
         self._service: Served = app.state.models
@@ -82,7 +86,9 @@ class Server(uvicorn.Server):
         self._telling: asyncio.Task[None] | None = None
         self._handshake_seconds = settings.header_timeout_seconds
         connections = Connections(max_connections, settings, self._service.metrics)
-        super().__init__(uvicorn_config(app, partial(HttpConnection, connections, settings), https))
+        protocol = partial(HttpConnection, connections, settings)
+        super().__init__(uvicorn_config(app, protocol, https))
+        self._takeover = keeper
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run
@@ -112,7 +118,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections; where another router still does, only once the shards are ready."""
         await super().startup([])
-        while self._ready_fd is not None and not self._accepts_early and not self._service.is_started:
+        has_others = self._ready_fd is not None and not self._accepts_early
+        takes_over = self._takeover is not None and self._takeover.has_connections
+        while (has_others or takes_over) and not self._service.is_started:
             if await self.on_tick(0):
                 return
             await asyncio.sleep(START_SECONDS)
@@ -135,6 +143,8 @@ class Server(uvicorn.Server):
                     ssl_handshake_timeout=handshake_seconds,
                 )
             )
+        if self._takeover is not None:
+            await self._takeover.begin(config, self.server_state, self.lifespan.state, handshake_seconds)
         if self._ready_fd is not None:
             self._telling = asyncio.create_task(self._tell_once_started(self._ready_fd))
 

@@ -107,7 +107,7 @@ async def _stream(service: Service, chat: PreparedChat, body: MessagesRequest, p
 def _builder(service: Service, chat: PreparedChat, body: MessagesRequest) -> MessageBuilder:
     thinking = body.thinking if isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive) else None
     message = MessageAnswer(
-        id=f"msg_{uuid.uuid4().hex}",
+        id=request_context.drawn("id", lambda: f"msg_{uuid.uuid4().hex}"),
         model=service.shown_model(body.model),
         content=[],
         stop_reason=None,

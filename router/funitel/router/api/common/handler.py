@@ -1,5 +1,6 @@
 """Route decorators: count the requests of a handler, and ask admission before and after their body is read."""
 
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from funitel.router.fleet.models import ServedModels
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.text.encode_pool import SHORT_CHARACTERS
+from funitel.router.transport.kept_answer import is_replayed, keep
 from funitel.router.transport.sse import EventStream
 
 B = TypeVar("B", bound=Body)
@@ -153,19 +155,34 @@ async def _reserved(
     arrived = Arrival.of(request)
     incoming = arrived.incoming
     request_context.current().owner = arrived.key
-    gate.check_room(incoming)
+    was_admitted = is_replayed(request.scope)
+    if not was_admitted:
+        gate.check_room(incoming)
     if is_upload:
         await receive_upload(request, service.settings.max_audio_bytes, "--max-audio-bytes")
     else:
         if declared_size(request) > SHORT_CHARACTERS:
             service.tokenizer.pool.check_room()
         await receive_body(request, service.payload_limit)
-    reservation = gate.reserve(incoming)
-    arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
+    arrived = request.scope[ARRIVAL] = _journalled(request, arrived)
     with ExitStack() as held:
-        held.callback(reservation.release)
+        if not was_admitted:
+            reservation = gate.reserve(incoming)
+            arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
+            held.callback(reservation.release)
         response = await handler(IncomingRequest(request, service, arrived))
         return _ReservedStream(response, held.pop_all()) if isinstance(response, EventStream) else response
+
+
+def _journalled(request: HttpRequest, arrived: Arrival) -> Arrival:
+    """Put a request that is whole into the journal; one that is replayed has arrived earlier, with its deadline."""
+    context = request_context.current()
+    journal = context.journal = keep(request.scope)
+    journal.draw("request_id", lambda: context.request_id)
+    waited = max(0.0, time.time() - journal.draw("arrived", time.time))
+    if not waited or arrived.deadline is None:
+        return arrived
+    return replace(arrived, deadline=arrived.deadline - waited)
 
 
 class _ReservedStream(Response):

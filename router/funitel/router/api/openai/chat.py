@@ -50,6 +50,7 @@ from funitel.router.chat.parts import (
 )
 from funitel.router.chat.run import PreparedChat, prepare_chat
 from funitel.router.core import request_context
+from funitel.router.core.request_context import drawn
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
@@ -215,11 +216,11 @@ def _finish_reason(finished: Finished, body: ChatRequest) -> str:
 
 def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
     """What an answer, or each of its chunks, begins with."""
-    response_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.shown_model(body.model)
+    response_id, model = drawn("id", lambda: f"chatcmpl-{uuid.uuid4().hex}"), service.shown_model(body.model)
     request_context.current().name_answer(response_id, model)
     return {
         "id": response_id,
-        "created": int(time.time()),
+        "created": drawn("created", lambda: int(time.time())),
         "model": model,
         "system_fingerprint": f"{service.version}-native",
         "service_tier": "default" if body.service_tier else None,

@@ -27,6 +27,7 @@ from funitel.router.api.openai.schema_completions import (
     GivenPrompt,
 )
 from funitel.router.core import request_context
+from funitel.router.core.request_context import drawn
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, check_prompt_scores, prepare
 from funitel.router.serving.run import (
@@ -83,11 +84,11 @@ class _Batch:
     @property
     def head(self) -> dict[str, Any]:
         """What an answer, or each of its chunks, begins with."""
-        response_id, model = f"cmpl-{uuid.uuid4().hex}", self.service.shown_model(self.body.model)
+        response_id, model = drawn("id", lambda: f"cmpl-{uuid.uuid4().hex}"), self.service.shown_model(self.body.model)
         request_context.current().name_answer(response_id, model)
         return {
             "id": response_id,
-            "created": int(time.time()),
+            "created": drawn("created", lambda: int(time.time())),
             "model": model,
             "system_fingerprint": f"{self.service.version}-native",
         }

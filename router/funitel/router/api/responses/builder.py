@@ -45,6 +45,7 @@ from funitel.router.chat.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
+from funitel.router.core import request_context
 from funitel.router.transport.sse_frames import HOLE, Template
 
 MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
@@ -78,6 +79,13 @@ class ResponseBuilder:
         self._more: Template  # more of the open item
         self._num_events = 0
         self._is_created = False
+        self._journal = request_context.current().journal  # parts come outside of the request's context
+        self._num_items = 0
+
+    def _new_id(self, kind: str) -> str:
+        """The id of the next item."""
+        self._num_items += 1
+        return self._journal.draw(f"item.{self._num_items}", lambda: new_id(kind))
 
     def feed(self, part: Part) -> Iterator[Event]:
         """Take the next part; yield the events it makes."""
@@ -128,7 +136,7 @@ class ResponseBuilder:
                 yield from self._closed("completed")
                 namespace, name = self._namespaces.get(part.name, (None, part.name))
                 yield from self._opened(
-                    OutputFunctionCall(id=new_id("fc"), call_id=part.id, name=name, namespace=namespace)
+                    OutputFunctionCall(id=self._new_id("fc"), call_id=part.id, name=name, namespace=namespace)
                 )
                 self._more = _template(ArgumentsDeltaEvent, **self._place)
             case ToolCallArguments():
@@ -141,7 +149,7 @@ class ResponseBuilder:
     def _text(self, part: TextDelta) -> Iterator[Event]:
         if not isinstance(self._open, OutputMessage):
             yield from self._closed("completed")
-            yield from self._opened(OutputMessage(id=new_id("msg")))
+            yield from self._opened(OutputMessage(id=self._new_id("msg")))
             assert isinstance(self._open, OutputMessage)
             self._open.content.append(OutputText())
             self._more = _template(TextDeltaEvent, **self._place, logprobs=[])
@@ -157,7 +165,7 @@ class ResponseBuilder:
     def _reasoning(self, part: ReasoningDelta) -> Iterator[Event]:
         if not isinstance(self._open, OutputReasoning):
             yield from self._closed("completed")
-            yield from self._opened(OutputReasoning(id=new_id("rs")))
+            yield from self._opened(OutputReasoning(id=self._new_id("rs")))
             assert isinstance(self._open, OutputReasoning)
             self._open.content.append(ReasoningPart())
             self._more = _template(ReasoningDeltaEvent, **self._place)
@@ -226,7 +234,7 @@ class ResponseBuilder:
             self.response.incomplete_details = IncompleteDetails()
             return ResponseEvent(type="response.incomplete", response=self.response)
         self.response.status = "completed"
-        self.response.completed_at = int(time.time())
+        self.response.completed_at = self._journal.draw("completed", lambda: int(time.time()))
         return ResponseEvent(type="response.completed", response=self.response)
 
 

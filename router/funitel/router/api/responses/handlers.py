@@ -32,6 +32,7 @@ from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, conversation
 from funitel.router.chat.run import count_prompt_tokens
 from funitel.router.core import request_context
+from funitel.router.core.request_context import drawn
 from funitel.router.middleware.auth import is_background_request, tenant_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, run_until_disconnect
@@ -146,11 +147,11 @@ def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:
     if temperature is None and top_p is None:
         temperature, top_p = service.recommended.temperature, service.recommended.top_p
     choice = body.tool_choice
-    response_id, model = new_id("resp"), service.shown_model(body.model)
+    response_id, model = drawn("id", lambda: new_id("resp")), service.shown_model(body.model)
     request_context.current().name_answer(response_id, model)
     return ModelResponse(
         id=response_id,
-        created_at=int(time.time()),
+        created_at=drawn("created", lambda: int(time.time())),
         background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,

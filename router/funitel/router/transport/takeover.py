@@ -1,0 +1,169 @@
+"""Take connections over from the keeper: those that an earlier router has left with their requests, then new ones.
+
+A request that an earlier router has begun to answer is answered anew from its journal, behind the bytes that its client
+has. What was read and is not in the journal is refused, by 503.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from funitel.proto.keeper.kernel import bytes_read, bytes_written
+from funitel.proto.keeper.messages import JournalledRequest
+from funitel.router.transport.connection import HttpConnection
+from funitel.router.transport.keeper_link import KeeperLink, KeptSocket
+from funitel.router.transport.kept_connection import INPUT_END, START, UNKEPT_ANSWER, KeptConnection
+
+logger = logging.getLogger(__name__)
+
+YIELD_SECONDS = 1.0  # for answers that are not in the journal, before this router hands over
+LOOK_SECONDS = 0.005
+_RESET = struct.pack("ii", 1, 0)  # struct linger: closing sends a reset
+
+
+class Lost(Exception):
+    """A connection cannot be taken over: nothing that is sent now would be right."""
+
+
+class Takeover:
+    """The connections of the keeper. Event loop only.
+
+    Args:
+        path: of the keeper's socket.
+        generation: of the deployment: routers of the same one take over from one another.
+    """
+
+    def __init__(self, path: str, generation: int) -> None:
+        self._path = path
+        self._generation = generation
+        self._left: list[KeptSocket] = []  # connections of an earlier router
+        self._connect: Callable[..., Any] = lambda **_: None
+        self._tls: dict[str, Any] = {}
+        self._open: set[HttpConnection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def connect(self) -> None:
+        """Greet the keeper; an earlier router ends. Raises StartupError where there is no keeper of this version."""
+        self._link, self._left = KeeperLink.connect(self._path, self._generation)
+
+    def close(self) -> None:
+        """Leave the keeper."""
+        self._link.close()
+
+    @property
+    def has_connections(self) -> bool:
+        """Whether an earlier router has left some."""
+        return bool(self._left)
+
+    async def begin(
+        self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], handshake_seconds: float | None
+    ) -> None:
+        """Answer what an earlier router has left, and take new connections."""
+        self._connect = partial(
+            cast(Any, config.http_protocol_class), config=config, server_state=state, app_state=app_state
+        )
+        self._tls = {} if config.ssl is None else {"ssl": config.ssl, "ssl_handshake_timeout": handshake_seconds}
+        left, self._left = self._left, []
+        num_requests = 0
+        for kept in left:
+            num_requests += await self._take_over(kept)
+        if left:
+            logger.info("took over connections=%d requests=%d", len(left), num_requests)
+        self._link.on_connection = self._take
+        self._link.on_yield = lambda: self._start(self._hand_over())
+        self._link.watch(asyncio.get_running_loop())
+        self._link.ready()
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _take(self, kept: KeptSocket) -> None:
+        """Serve a new connection."""
+        self._start(self._serve(kept, KeptConnection(self._link, kept.id)))
+
+    async def _serve(self, kept: KeptSocket, journal: KeptConnection) -> HttpConnection | None:
+        """Begin to serve a connection; None where it has ended meanwhile."""
+        is_kept = not self._tls
+        lost = partial(self._link.release, kept.id)
+        make = partial(self._connect, **({"kept": journal} if is_kept else {"on_lost": lost}))
+        try:
+            _, protocol = await asyncio.get_running_loop().connect_accepted_socket(make, kept.sock, **self._tls)
+        except OSError:
+            self._link.release(kept.id)
+            return None
+        return cast(HttpConnection, protocol)
+
+    async def _take_over(self, kept: KeptSocket) -> int:
+        """Go on with a connection of an earlier router; returns how many requests it has."""
+        try:
+            if self._tls:
+                raise Lost("its keys were those of the earlier router")
+            requests, journal, has_lost = _left_of(kept, self._link)
+        except (Lost, OSError) as why:
+            logger.warning("a connection ends, which cannot be taken over: %s", why)
+            kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            kept.sock.close()
+            self._link.release(kept.id)
+            return 0
+        connection = await self._serve(kept, journal)
+        if connection is None:
+            return 0
+        raw = b"".join(request.raw for request in requests)
+        connection.take_over(raw, kept.partial, has_lost=has_lost)
+        return len(requests)
+
+    async def _hand_over(self) -> NoReturn:
+        """End this router, once what is not in the journal was answered: another one takes over."""
+        logger.info("another router takes over")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + YIELD_SECONDS
+        while any(each.has_unkept for each in self._connections()) and loop.time() < end:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(LOOK_SECONDS)
+        for connection in self._connections():
+            connection.hand_over()
+        logging.shutdown()
+        os._exit(0)
+
+    def _connections(self) -> list[HttpConnection]:
+        state: ServerState = self._connect.keywords["server_state"]  # type: ignore[attr-defined]
+        return cast(list[HttpConnection], list(state.connections))
+
+
+def _left_of(kept: KeptSocket, link: KeeperLink) -> tuple[list[JournalledRequest], KeptConnection, bool]:
+    """The requests of a connection to answer anew, its journal, and whether input of a later one is lost.
+
+    Raises:
+        Lost: its client has got bytes of an answer that is not in the journal.
+        OSError: the kernel knows nothing of the connection.
+    """
+    written, settled = bytes_written(kept.sock), kept.settled
+    requests: list[JournalledRequest] = []
+    input_end = settled.input_end
+    for request in kept.requests:
+        if request.facts.get(UNKEPT_ANSWER) or request.facts[INPUT_END] - len(request.raw) != input_end:
+            break
+        requests.append(request)
+        input_end = request.facts[INPUT_END]
+    start = requests[0].facts.get(START, written) if requests else settled.written
+    skip = written - start
+    if skip < 0 or (skip and not requests):
+        raise Lost(f"{skip} bytes more than those of answers in the journal were written")
+    num_read = bytes_read(kept.sock)
+    partial_bytes = len(kept.partial)
+    has_lost = num_read > input_end + partial_bytes
+    if kept.partial and num_read != input_end + partial_bytes:
+        kept.partial = b""
+    known = {request.number: request.facts for request in requests}
+    if requests:
+        settled = settled._replace(number=requests[0].number - 1)
+    return requests, KeptConnection(link, kept.id, known, settled, start, skip), has_lost
