@@ -93,8 +93,8 @@ class TakeOverState:
 def join_outputs(found: Iterable[SequenceOutputs]) -> dict[str, SequenceOutputs]:
     """Join what all ranks have kept, by output key.
 
-    A sequence that left a shard and came again may be another rank's from then on, or be kept in several parts by one
-    rank: each part begins behind the last one. Where a part is missing, only those behind it are returned.
+    A sequence that left a shard and came again has one part for each time, of one rank or of several: each part begins
+    behind the last one. Where a part is missing, only those behind it are returned.
     """
     parts: dict[str, list[SequenceOutputs]] = {}
     for each in found:
@@ -108,7 +108,7 @@ def _joined(parts: Sequence[SequenceOutputs]) -> SequenceOutputs:
     whole = parts[0]
     for part in parts[1:]:
         if part.num_before == whole.num_before + whole.num_tokens:
-            mu = part.mirostat_mu if part.steps else whole.mirostat_mu
+            mu = whole.mirostat_mu if part.mirostat_mu is None else part.mirostat_mu
             whole = replace(whole, steps=whole.steps + part.steps, mirostat_mu=mu)
         else:
             whole = part
