@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from funitel.model_server.sequence.output_records import GENERATION_BYTES, OutputRecords, SequenceRecord
+from funitel.model_server.sequence.output_records import GENERATION_BYTES, RECORD_BYTES, OutputRecords, SequenceRecord
 from funitel.proto.step import FinishReason, GeneratedText, Generation, SequenceStart, Tokens
 from funitel.proto.takeover.state import SequenceOutputs, join_outputs
 from funitel_testing.executors import start
@@ -143,27 +143,27 @@ def test_released_sequences_are_forgotten_and_take_no_more() -> None:
     records.add(1, [(record, plain(1, 3)), (other, plain(2, 3))])
 
     assert [each.output_key for each in records.outputs()] == ["other"]
-    assert records.num_bytes == GENERATION_BYTES
+    assert records.num_bytes == RECORD_BYTES + GENERATION_BYTES
     records.clear()
     assert (len(records), records.num_bytes) == (0, 0)
 
 
 def test_those_that_ended_first_are_forgotten_once_there_is_too_much(caplog: pytest.LogCaptureFixture) -> None:
-    records = OutputRecords(max_bytes=12 * GENERATION_BYTES)
+    records = OutputRecords(max_bytes=3 * RECORD_BYTES + 8 * GENERATION_BYTES)
     running, one, two = (begun(records, i, key) for i, key in enumerate(("running", "one", "two")))
     for number, record in enumerate((running, two, one)):
         records.add(number, [(record, plain(0, 3))])
     records.add(4, [(two, span(0, is_last=True))])
     records.add(5, [(one, span(0, is_last=True))])
-    for number in range(8):
+    for number in range(20):
         records.add(10 + number, [(running, plain(0, 3))])
 
     assert [each.output_key for each in records.outputs()] == ["running"]
-    for number in range(5):
-        records.add(20 + number, [(running, plain(0, 3))])
+    for number in range(20):
+        records.add(40 + number, [(running, plain(0, 3))])
     assert (len(records), records.num_bytes) == (0, 0)
     messages = [each.getMessage() for each in caplog.records]
-    assert messages == ["outputs of 1 sequences are forgotten: those kept for another router took more than 1056 bytes"]
+    assert messages == ["outputs of 1 sequences are forgotten: those kept for another router took more than 3776 bytes"]
 
 
 def test_the_estimate_of_memory_is_that_of_what_is_left() -> None:
@@ -171,6 +171,14 @@ def test_the_estimate_of_memory_is_that_of_what_is_left() -> None:
     record = begun(records)
     records.add(1, [(record, plain(1, 3))])
     records.add(2, [(record, span(1, 4, 5))])
-    assert records.num_bytes > GENERATION_BYTES
+    assert records.num_bytes > RECORD_BYTES + 2 * GENERATION_BYTES
     begun(records, 2, known=[3])
-    assert records.num_bytes == GENERATION_BYTES
+    assert records.num_bytes == 2 * RECORD_BYTES + GENERATION_BYTES
+
+
+def test_sequences_without_outputs_are_forgotten_too() -> None:
+    records = OutputRecords(max_bytes=10 * RECORD_BYTES)
+    for number in range(100):
+        begun(records, number, f"key/{number}")
+
+    assert [each.output_key for each in records.outputs()] == [f"key/{number}" for number in range(90, 100)]

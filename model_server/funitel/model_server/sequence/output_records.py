@@ -14,6 +14,7 @@ from funitel.proto.takeover.state import OutputStep, SequenceOutputs
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20  # of all records of a rank
+RECORD_BYTES = 1024  # of an empty record, with its key
 GENERATION_BYTES = 88  # of a plain generation: 17 in arrays, 8 of a reference, and its text as an object
 TOKEN_BYTES = 160  # of a token in a generation that is kept whole
 
@@ -60,7 +61,7 @@ class SequenceRecord:
     @property
     def num_bytes(self) -> int:
         """Estimate of the memory that it takes."""
-        return GENERATION_BYTES * len(self.ids) + self.whole_bytes
+        return RECORD_BYTES + GENERATION_BYTES * len(self.ids) + self.whole_bytes
 
     def outputs(self) -> SequenceOutputs:
         """The record as it is sent."""
@@ -158,6 +159,7 @@ class OutputRecords:
             if parts:
                 self._records[key] = parts
                 self.num_bytes += sum(part.num_bytes for part in parts)
+                self._make_room()
             return record
 
     def add(
@@ -178,8 +180,7 @@ class OutputRecords:
                 if generation.finished is not None:
                     self._finished[record.key] = None
             self.num_bytes += num_bytes
-            if self.num_bytes > self._max_bytes:
-                self._make_room()
+            self._make_room()
 
     def outputs(self) -> list[SequenceOutputs]:
         """All that is recorded."""
@@ -207,6 +208,8 @@ class OutputRecords:
         return parts
 
     def _make_room(self) -> None:
+        if self.num_bytes <= self._max_bytes:
+            return
         num_before = len(self._records)
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._finished), None) or next(iter(self._records)))
