@@ -22,3 +22,23 @@ def test_an_empty_part_keeps_the_state_of_mirostat() -> None:
 
 def test_parts_before_a_missing_one_are_left_out() -> None:
     assert join_outputs([part(0, 1), part(2, 3), part(3, 4)]) == {"key": part(2, 3, 4)}
+
+
+def test_a_part_that_repeats_the_end_of_another_counts() -> None:
+    """A sequence moved to another replica while a step that had brought more of it was in flight."""
+    assert join_outputs([part(0, 1, 2, 3), part(2, 3, 4)]) == {"key": part(0, 1, 2, 3, 4)}
+    assert join_outputs([part(0, 1), part(0, 1, 2)]) == {"key": part(0, 1, 2)}
+
+
+def test_outputs_end_between_generations() -> None:
+    two = Generation(7, Tokens((5, 6), (-0.5, -0.5), ("a", "b"), (False, False)))
+    outputs = SequenceOutputs("key", 1, (*part(0, 1).steps, OutputStep(2, two)))
+
+    assert [outputs.until(end) for end in (0, 1, 2, 3, 4, 5)] == [
+        None,
+        SequenceOutputs("key", 1),
+        SequenceOutputs("key", 1, outputs.steps[:1]),
+        None,
+        outputs,
+        None,
+    ]
