@@ -17,6 +17,11 @@ class RequestJournal:
     key = ""  # of the request among all that are kept; empty: it is not kept
     is_replayed = False  # an earlier router has begun to answer it
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client has further bytes of the answer, which an earlier router has written."""
+        return False
+
     def draw(self, name: str, make: Callable[[], T]) -> T:
         """Return a fact, a JSON value; `make` makes it unless an earlier router did. One name is drawn once."""
         return make()

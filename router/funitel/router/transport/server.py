@@ -147,6 +147,8 @@ class Server(uvicorn.Server):
                 )
             )
         if self._takeover is not None:
+            if await self.on_tick(0):  # it makes the header `date`, of answers that go on too
+                return
             journals = await self._takeover.begin(
                 config, self.server_state, self.lifespan.state, handshake_seconds
             )

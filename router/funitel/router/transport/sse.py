@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router.core import request_context
-from funitel.router.core.journal import UNKEPT
+from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.transport.kept_answer import JOURNAL
-from funitel.router.transport.memory_budget import CLIENT
+from funitel.router.transport.kept_connection import HEAD
+from funitel.router.transport.memory_budget import CLIENT, Client
 from funitel.router.transport.sse_frames import Event, frame
 from funitel.router.transport.stream_writer import DIRECT, StreamWriter
 
@@ -27,6 +28,7 @@ Producer = Callable[[Put], Awaitable[None]]
 
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
+FAILED = "failed"  # a fact of a journal: the last event of a stream that has failed
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -120,7 +122,7 @@ class EventStream(Response):
         direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
         writer = StreamWriter(send, direct, self.raw_headers, client, self._frame, journal)
         try:
-            await run_until_disconnect(receive, self._run(writer))
+            await run_until_disconnect(receive, self._run(writer, journal, client))
         except Cancelled as error:
             if not writer.is_ended:  # else the server ends the connection, which looks the same
                 request_context.current().error = error
@@ -128,28 +130,37 @@ class EventStream(Response):
         finally:
             writer.abandon()
 
-    async def _run(self, writer: StreamWriter) -> None:
+    async def _run(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
+        if journal.knows(HEAD):  # an error cannot become an ordinary answer any more
+            writer.flush()
         keep_alive = asyncio.ensure_future(writer.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
-            await self._produce(writer)
+            await self._produce(writer, journal, client)
             await writer.end(DONE if self._done else b"")
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, writer: StreamWriter) -> None:
+    async def _produce(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
         try:
             await self._producer(writer.write)
         except FunitelError as error:
             if not writer.is_started:
                 raise
-            self._fail(writer, error)
+            self._fail(writer, error, journal, client)
         except Exception:
             if not writer.is_started:
                 raise
             logger.exception("a stream failed")
-            self._fail(writer, FunitelError("internal error"))
+            self._fail(writer, FunitelError("internal error"), journal, client)
 
-    def _fail(self, writer: StreamWriter, error: FunitelError) -> None:
-        """End a stream that has begun with an error."""
+    def _fail(self, writer: StreamWriter, error: FunitelError, journal: RequestJournal, client: Client | None) -> None:
+        """End a stream that has begun with an error; where its client has other bytes already, the connection ends."""
         request_context.current().error = error
-        writer.write(self._error_event(error))
+        if not journal.knows(FAILED):
+            writer.flush()
+            if journal.is_behind and client is not None:
+                logger.error("a stream that was taken over fails before the place that it had reached: %s", error)
+                client.disconnect("takeover")
+                return
+        event = journal.draw(FAILED, lambda: self._frame(self._error_event(error)).decode())
+        writer.write(event.encode())
