@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class LeftRanks(Protocol):
     async def take_over(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> TakenOver | None:
         """Take rows over; None if that cannot be."""
 
-    async def clear(self) -> None:
+    def clear(self) -> Awaitable[None]:
         """Drop all rows."""
 
 

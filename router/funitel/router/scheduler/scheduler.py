@@ -320,8 +320,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[tuple[Sequence, Generation]]:
         """Take the result of the oldest step in flight into account; finished sequences leave.
 
-        Returns what to deliver, by ascending ids: an order that another router can tell. Sequences that have left since the step was planned are skipped. The
-        result must not contradict the plan (`check_result`).
+        Returns what to deliver, by ascending ids: an order that another router can tell. Sequences that have left since
+        the step was planned are skipped. The result must not contradict the plan (`check_result`).
         """
         assert self._in_flight, "no step is in flight"
         assert plan is self._in_flight[0], "results come in the order of their plans"

@@ -152,9 +152,7 @@ class Shards:
     def _warmup_request(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> pb.WarmupRequest:
         return wire.encode_warmup(wire.encode_batch(0, sequences, self._block_size), limits)
 
-    async def take_over(
-        self, sequences: Sequence[SequenceStart], limits: WarmupLimits
-    ) -> "takeover.TakenOver | None":
+    async def take_over(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> "takeover.TakenOver | None":
         """Take over what ranks hold of an earlier router that has warmed up in the same way.
 
         None if that cannot be: `clear` must come next, then `warmup`.

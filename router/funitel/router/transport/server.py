@@ -149,9 +149,7 @@ class Server(uvicorn.Server):
         if self._takeover is not None:
             if await self.on_tick(0):  # it makes the header `date`, of answers that go on too
                 return
-            journals = await self._takeover.begin(
-                config, self.server_state, self.lifespan.state, handshake_seconds
-            )
+            journals = await self._takeover.begin(config, self.server_state, self.lifespan.state, handshake_seconds)
             self._service.replays_begun(journals)
         if self._ready_fd is not None:
             self._telling = asyncio.create_task(self._tell_once_started(self._ready_fd))

@@ -21,7 +21,6 @@ from funitel.proto.keeper.messages import JournalledRequest
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.keeper_link import KeeperLink, KeptSocket
 from funitel.router.transport.kept_connection import (
-    KEY,
     BEGUN,
     INPUT_END,
     KEY,
