@@ -6,6 +6,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+from funitel.proto.takeover.state import SequenceOutputs, join_outputs
 from funitel.router.encoder.engine import EncoderEngine, start_encoder
 from funitel.router.engine.interface import Inference
 from funitel.router.replica_set.replica_set import ReplicaSet
@@ -45,7 +46,8 @@ async def connect(
         if any(info.encoder is not None for shards in found for info in shards.infos):
             engine: Inference | EncoderEngine = start_encoder(list(zip(places, found, strict=True)), settings, metrics)
         else:
-            engine = ReplicaSet(await _start_all(places, found, settings, metrics, undo), settings, metrics)
+            members = await _start_all(places, found, settings, metrics, undo)
+            engine = ReplicaSet(members, settings, metrics, await _kept_outputs(found, settings))
         undo.pop_all()
     seconds = time.monotonic() - began
     metrics.observe_attach(seconds)
@@ -59,7 +61,8 @@ async def _connect_all(
     """Connect to every replica; `undo` closes those that were reached."""
 
     async def reach(place: ReplicaAddress) -> Shards:
-        shards = await Shards.connect(place.address, settings.shard_connect_timeout, settings.shard_tls)
+        timeout, keeps = settings.shard_connect_timeout, settings.keeper is not None
+        shards = await Shards.connect(place.address, timeout, settings.shard_tls, keeps=keeps)
         undo.push_async_callback(shards.close)
         return shards
 
@@ -77,7 +80,7 @@ async def _start_all(
     check_alike([place.address for place in places], [shards.infos[-1] for shards in found])
 
     async def begin(slot: ReplicaSlot, shards: Shards) -> ServingReplica:
-        member = await slot.start(shards, settings)
+        member = await slot.start(shards, settings, takes_over=settings.keeper is not None)
         undo.push_async_callback(member.close)
         return member
 
@@ -85,6 +88,13 @@ async def _start_all(
     for slot in slots:
         undo.callback(slot.metrics.remove)
     return await _all_of([begin(slot, shards) for slot, shards in zip(slots, found, strict=True)])
+
+
+async def _kept_outputs(found: Sequence[Shards], settings: RouterSettings) -> dict[str, SequenceOutputs]:
+    """The outputs of sequences of an earlier router, by output key; no step is made meanwhile."""
+    if settings.keeper is None:
+        return {}
+    return join_outputs([each for outputs in await _all_of([shards.outputs() for shards in found]) for each in outputs])
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

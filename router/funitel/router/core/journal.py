@@ -41,6 +41,9 @@ class RequestJournal:
         """The key under which shards keep the outputs of the next sequence of the request."""
         return ""
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call something once nothing of the answer can be needed again; never, of a request that is not kept."""
+
 
 class KeptJournal(RequestJournal):
     """The journal of a request that a keeper knows.
@@ -57,7 +60,8 @@ class KeptJournal(RequestJournal):
     ) -> None:
         self.key = key
         self.is_replayed = is_replayed
-        self.on_done: list[Callable[[], None]] = []  # called once nothing of the answer can be needed again
+        self._is_done = False
+        self._on_done: list[Callable[[], None]] = []
         self._known = known
         self._put = put
         self._fresh: dict[str, Any] = {}  # not handed to the keeper yet
@@ -92,9 +96,17 @@ class KeptJournal(RequestJournal):
         self._num_outputs += 1
         return f"{self.key}/{self._num_outputs}"
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """See RequestJournal."""
+        if self._is_done:
+            call()
+        else:
+            self._on_done.append(call)
+
     def done(self) -> None:
         """Call what waits for the end of the answer."""
-        calls, self.on_done = self.on_done, []
+        self._is_done = True
+        calls, self._on_done = self._on_done, []
         for call in calls:
             call()
 

@@ -4,17 +4,21 @@ The generations of a step are taken where the engine delivers them, without waki
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import FinishReason, GeneratedText, Generation
+from funitel.proto.takeover.state import OutputStep
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.core.beam_group import BeamEnding
 from funitel.router.core.beam_texts import completions_of
+from funitel.router.core.journal import RequestJournal
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream, total_by_tier
 from funitel.router.serving.prepare import GenerationJob
@@ -74,15 +78,43 @@ class _Run:
         self._take = take
         self._journal = request_context.current().journal  # events come outside of the request's context
         self._num_jobs = len(jobs)
+        self._take_recorded(jobs, streams)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             stream.listen(self._listener(place, job, stream))
+
+    def _take_recorded(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> None:
+        """Take what an earlier router has got, in the order in which it was made; its latencies were observed there."""
+        recorded = [stream.take_recorded() for stream in streams]
+        now = time.monotonic()
+        for place, generation in in_step_order(recorded):
+            if self.ended.done():
+                return
+            job = jobs[place]
+            if job.latest_token is None:
+                self._note_cached(job, streams[place])
+            job.num_tokens += len(generation.tokens.ids)
+            job.latest_token = now
+            try:
+                self._take(place, generation)
+            except Exception as error:  # as for a listener
+                self.ended.set_exception(error)
+                return
+            if generation.finished is not None:
+                self._finish(place, generation.finished)
+
+    def _note_cached(self, job: GenerationJob, stream: TokenStream) -> None:
+        """Note the cached tokens of a prompt with the first token: a fact, which also says that there was one."""
+        job.num_cached_tokens, job.cached_by_tier = self._journal.draw(
+            _cached_fact(job.request),
+            lambda: (stream.num_cached_tokens, dict(stream.cached_by_tier)),
+        )
 
     def _listener(self, place: int, job: GenerationJob, stream: TokenStream) -> Listener:
         """Make what takes the events of one job: counts tokens, and observes their latency.
 
         A closure: with a thousand streams each object that a token touches has left the processor's caches.
         """
-        metrics, take, ended, journal = job.service.metrics, self._take, self.ended, self._journal
+        metrics, take, ended, note_cached = job.service.metrics, self._take, self.ended, self._note_cached
 
         def receive(event: Event, now: float) -> None:
             if ended.done():
@@ -99,10 +131,7 @@ class _Run:
                 elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
-                    job.num_cached_tokens, job.cached_by_tier = journal.draw(
-                        f"cached.{job.request.output_key}",
-                        lambda: (stream.num_cached_tokens, dict(stream.cached_by_tier)),
-                    )
+                    note_cached(job, stream)
                     metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
                 take(place, event)
             except Exception as error:  # fails this request alone: the engine goes on
@@ -117,6 +146,26 @@ class _Run:
         self.endings[place] = ending
         if len(self.endings) == self._num_jobs:
             self.ended.set_result(None)
+
+
+def _cached_fact(request: Request) -> str:
+    return f"cached.{request.output_key}"
+
+
+def in_step_order(recorded: Sequence[Sequence[OutputStep]]) -> list[tuple[int, Generation]]:
+    """The generations of several streams in the order in which they were made, each with the place of its stream.
+
+    Those of one step come by ascending ids of their rows, as an engine delivers them. Those of one stream stay in
+    order, also where another replica has begun to count steps anew.
+    """
+    found = []
+    for place, steps in enumerate(recorded):
+        latest = 0, 0
+        for each in steps:
+            latest = max(latest, (each.step, each.generation.request_id))
+            found.append((latest, place, each.generation))
+    found.sort(key=lambda each: each[:2])
+    return [(place, generation) for _, place, generation in found]
 
 
 def _record(
@@ -150,12 +199,24 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
             job.arrived.consume_reservation()
         async with AsyncExitStack() as stack:
             for job in jobs:
-                if journal.key:
-                    job.request = replace(job.request, output_key=journal.output_key())
+                job.request = _kept(job.request, journal)
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
             jobs[0].arrived.submitted.set()
-            with _listed(jobs[0], streams):
-                yield streams
+            try:
+                with _listed(jobs[0], streams):
+                    yield streams
+            finally:
+                if journal.key:
+                    keys = [job.request.output_key for job in jobs]
+                    journal.when_done(partial(jobs[0].service.engine.release_outputs, keys))
+
+
+def _kept(request: Request, journal: RequestJournal) -> Request:
+    """The request with the key of its outputs, and with what became of it under an earlier router."""
+    if not journal.key:
+        return request
+    kept = replace(request, output_key=journal.output_key(), is_replayed=journal.is_replayed)
+    return replace(kept, was_begun=journal.knows(_cached_fact(kept))) if journal.is_replayed else kept
 
 
 def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractContextManager[None]:

@@ -160,6 +160,16 @@ class Replica:
         self._step_seq = 0
         await self.ranks.clear()
 
+    def go_on(self, last_step_seq: int, batches: Seq[CachedBatch]) -> None:
+        """Go on with batches that the ranks hold of an earlier router; the next call is numbered `last_step_seq` + 1.
+
+        To be called before any other call.
+        """
+        self._batches = list(batches)
+        self._micro_batches = {batch.id: 0 for batch in batches}
+        self._next_batch_id = max((batch.id + 1 for batch in batches), default=0)
+        self._step_seq = last_step_seq
+
     def drop_all_but(self, keep: Container[int]) -> list[Awaitable[object]]:
         """Drop the rows of all sequences but `keep`; the returned calls only say whether that failed."""
         calls: list[Awaitable[object]] = []

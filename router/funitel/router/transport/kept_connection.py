@@ -158,6 +158,7 @@ class KeptConnection:
         self._last = settled  # once all that is undone is done
         self._undone: list[tuple[Settled, AnswerJournal | None]] = []  # of answers that were written to the transport
         self._closing: AnswerJournal | None = None  # the journal of the answer that ends the connection
+        self._newest: AnswerJournal | None = None  # of the request that is answered
         self._is_looking = False
 
     def around(self, inner: asyncio.Transport) -> KeptTransport:
@@ -201,7 +202,8 @@ class KeptConnection:
         known = self._known.pop(number, {})
         self._waiting.discard(number)
         if KEY in known:
-            return AnswerJournal(known[KEY], known, self._putting(number), self._transport, is_replayed=True)
+            self._newest = AnswerJournal(known[KEY], known, self._putting(number), self._transport, is_replayed=True)
+            return self._newest
         key = secrets.token_hex(12)
         facts = {KEY: key, INPUT_END: self._input_ends.get(number, self.num_input)}
         if number in self._begun:
@@ -209,7 +211,8 @@ class KeptConnection:
             self._keeper.put_facts(self.id, number, facts)
         else:
             self._put(number, raw, facts)
-        return AnswerJournal(key, facts, self._putting(number), self._transport, is_replayed=False)
+        self._newest = AnswerJournal(key, facts, self._putting(number), self._transport, is_replayed=False)
+        return self._newest
 
     def begin_unkept(self, number: int) -> bool:
         """Note that the answer of a request begins that is not in the journal.
@@ -293,7 +296,7 @@ class KeptConnection:
     def release(self) -> None:
         """The connection has ended."""
         self._transport = None
-        for journal in (*(journal for _, journal in self._undone), self._closing):
+        for journal in (*(journal for _, journal in self._undone), self._newest, self._closing):
             if journal is not None:
                 journal.done()
         self._undone.clear()

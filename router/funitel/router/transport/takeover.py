@@ -74,14 +74,15 @@ class Takeover:
 
     async def begin(
         self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], handshake_seconds: float | None
-    ) -> None:
-        """Answer what an earlier router has left, and take new connections."""
+    ) -> list[str]:
+        """Answer what an earlier router has left, and take new connections; returns the journals of its requests."""
         self._connect = partial(
             cast(Any, config.http_protocol_class), config=config, server_state=state, app_state=app_state
         )
         self._tls = {} if config.ssl is None else {"ssl": config.ssl, "ssl_handshake_timeout": handshake_seconds}
         left, self._left = self._left, []
         num_requests = 0
+        journals = [request.facts[KEY] for kept in left for request in kept.requests if KEY in request.facts]
         for kept in left:
             num_requests += await self._take_over(kept)
         if left:
@@ -90,6 +91,7 @@ class Takeover:
         self._link.on_yield = lambda: self._start(self._hand_over())
         self._link.watch(asyncio.get_running_loop())
         self._link.ready()
+        return journals
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
