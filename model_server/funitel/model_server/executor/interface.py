@@ -83,7 +83,8 @@ class ComputedStep:
         begin = time.perf_counter_ns()
         generations = tuple(map(self.output.describe, self.processed))
         result = self.result
-        self.output.record(self.number, self.processed, generations, result.memories)
+        if self.output.described:
+            self.output.record(self.number, result.memories)
         spent = time.perf_counter_ns() - begin
         return replace(
             result, generations=generations, decode_ns=result.decode_ns + spent, total_ns=result.total_ns + spent

@@ -1,12 +1,12 @@
 """The order of numbered calls: each begins once, behind the one before it."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from funitel.proto import generate_pb2 as pb
+from google.protobuf.message import Message
+
 from funitel.proto.errors import FunitelError, InvalidRequest
 
 # A numbered call is refused when its predecessor is not done after this long: the longest step must fit.
@@ -17,14 +17,12 @@ MAX_LATEST = 64  # calls that are remembered; more than a router has in flight
 # have sent, and is read only then, has a smaller one.
 NUMBERS_EACH = 1 << 20
 
-Numbered = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest
-
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A call that waits for its turn."""
 
-    call: Numbered
+    call: Message
     begin: Callable[[], None]
     refuse: Callable[[FunitelError], None]
     timeout: asyncio.TimerHandle
@@ -40,7 +38,7 @@ class CallOrder:
     def __init__(self) -> None:
         self._next = 1
         self._last = 0  # that was begun
-        self._latest: deque[tuple[int, Numbered]] = deque(maxlen=MAX_LATEST)  # the newest that were begun
+        self._latest: list[tuple[int, Message] | None] = [None] * MAX_LATEST  # that were begun, by number modulo length
         self._waiting: dict[int, _Waiting] = {}
         self._is_closed = False  # no call is begun
         self._lock = Lock()  # held while a call becomes one that was begun
@@ -50,7 +48,7 @@ class CallOrder:
         self.give_up()
         with self._lock:
             self._next, self._last, self._is_closed = 1, 0, False
-            self._latest.clear()
+            self._latest = [None] * MAX_LATEST
 
     def give_up(self) -> None:
         """Refuse the calls that are waiting."""
@@ -59,14 +57,15 @@ class CallOrder:
             waiting.timeout.cancel()
             waiting.refuse(InvalidRequest(f"step_seq {step_seq} belongs to a numbering that was given up"))
 
-    def look(self) -> tuple[int, list[tuple[int, Numbered]]]:
+    def look(self) -> tuple[int, list[tuple[int, Message]]]:
         """The number of the newest call that was begun, 0 for none, and the newest calls. From any thread.
 
         Until `reset` or `open` no call is begun, so that ranks that are all asked know which of them lacks which call.
         """
         with self._lock:
             self._is_closed = True
-            return self._last, list(self._latest)
+            latest = [call for call in self._latest if call is not None]
+        return self._last, sorted(latest, key=lambda call: call[0])
 
     def open(self) -> None:
         """Begin calls again after `look`."""
@@ -97,7 +96,7 @@ class CallOrder:
     def begin(
         self,
         step_seq: int | None,
-        call: Numbered,
+        call: Message,
         begin: Callable[[], None],
         refuse: Callable[[FunitelError], None],
     ) -> None:
@@ -115,26 +114,24 @@ class CallOrder:
         elif step_seq > self._next:
             timeout = asyncio.get_running_loop().call_later(ORDER_TIMEOUT_SECONDS, self._refuse, step_seq)
             self._waiting[step_seq] = _Waiting(call, begin, refuse, timeout)
-        elif self._counts(step_seq, call):
-            begin()
-            self._begin_due()
         else:
-            refuse(InvalidRequest(f"step_seq {step_seq} came after another router has looked: TakeOver comes next"))
+            with self._lock:
+                is_begun = not self._is_closed
+                if is_begun:
+                    self._next, self._last = step_seq + 1, step_seq
+                    self._latest[step_seq % MAX_LATEST] = step_seq, call
+            if is_begun:
+                begin()
+                if self._waiting:
+                    self._begin_next()
+            else:
+                refuse(InvalidRequest(f"step_seq {step_seq} came after another router has looked: TakeOver comes next"))
 
-    def _counts(self, step_seq: int, call: Numbered) -> bool:
-        """Whether the next call is begun: from here on it is one that was."""
-        with self._lock:
-            if self._is_closed:
-                return False
-            self._next, self._last = step_seq + 1, step_seq
-            self._latest.append((step_seq, call))
-            return True
-
-    def _begin_due(self) -> None:
-        while (waiting := self._waiting.get(self._next)) is not None and self._counts(self._next, waiting.call):
-            del self._waiting[self._last]
+    def _begin_next(self) -> None:
+        waiting = self._waiting.pop(self._next, None)
+        if waiting is not None:
             waiting.timeout.cancel()
-            waiting.begin()
+            self.begin(self._next, waiting.call, waiting.begin, waiting.refuse)
 
     def _refuse(self, step_seq: int) -> None:
         waiting = self._waiting.pop(step_seq)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from funitel.model_server.device.memory import is_out_of_memory
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.interface import PendingStep
-from funitel.model_server.rpc.call_order import CallOrder, Numbered
+from funitel.model_server.rpc.call_order import CallOrder
 from funitel.model_server.rpc.compute_threads import Runner, attempt
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 Response = TypeVar("Response", pb.PrefillResponse, pb.DecodeResponse)
+Numbered = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest
 Request = Numbered | pb.WarmupRequest | pb.SleepRequest | pb.WakeRequest | pb.TakeOverRequest
 Q = TypeVar("Q", bound=Request)
 
@@ -54,6 +55,7 @@ class ReplyCallbacks(Generic[R]):
 
 
 NOWHERE: ReplyCallbacks[object] = ReplyCallbacks(lambda _: None, lambda _: None)
+NOT_NUMBERED = (pb.WarmupRequest, pb.SleepRequest, pb.WakeRequest, pb.TakeOverRequest)
 UNCHANGED = (InvalidRequest, UnknownBatch, WrongState)  # failures of calls that have changed nothing
 
 
@@ -106,7 +108,7 @@ class Dispatcher:
             def refuse(_: FunitelError | None = None) -> None:
                 reply.refuse(failure)
 
-            self._begin(request, refuse, refuse)
+            self._order.begin(_step_seq(request), request, refuse, refuse)
 
         attempt(partial(call, request, reply), lambda _: None, fail)
 
@@ -124,13 +126,16 @@ class Dispatcher:
                 self._order.reset()
             reply.answer(response)
 
-        self._run(request, clear, lambda _: pb.ClearCacheResponse(), ReplyCallbacks(answer, reply.refuse))
+        self._run(
+            request, _step_seq(request), clear, lambda _: pb.ClearCacheResponse(), ReplyCallbacks(answer, reply.refuse)
+        )
 
     def filter_batch(self, request: pb.FilterBatchRequest, reply: ReplyCallbacks[pb.FilterBatchResponse]) -> None:
         """Keep some rows of a cached batch."""
         step_seq = _step_seq(request)
         self._run(
             request,
+            step_seq,
             lambda: self._executor.begin_filter(request.batch_id, request.request_ids, is_ahead=step_seq is not None),
             lambda kept: pb.FilterBatchResponse(batch=wire.encode_cached(kept())),
             reply,
@@ -150,7 +155,7 @@ class Dispatcher:
             self._warmed = _identity(request), response
             return response
 
-        self._run(request, warm_up, encode, reply)
+        self._run(request, None, warm_up, encode, reply)
 
     def sleep(self, request: pb.SleepRequest, reply: ReplyCallbacks[pb.SleepResponse]) -> None:
         """Give memory back until `wake`; refused while calls wait for their turn: there is a step behind them."""
@@ -162,11 +167,11 @@ class Dispatcher:
             self._warmed = None
             return freed
 
-        self._run(request, sleep, lambda freed: pb.SleepResponse(freed_bytes=freed), reply)
+        self._run(request, None, sleep, lambda freed: pb.SleepResponse(freed_bytes=freed), reply)
 
     def wake(self, request: pb.WakeRequest, reply: ReplyCallbacks[pb.WakeResponse]) -> None:
         """Put back what sleep took away, but for the pool."""
-        self._run(request, self._executor.wake, lambda _: pb.WakeResponse(), reply)
+        self._run(request, None, self._executor.wake, lambda _: pb.WakeResponse(), reply)
 
     def look(self) -> pb.TakeOverResponse:
         """The number of the newest numbered call that was begun, and the newest calls. From any thread, at once.
@@ -207,7 +212,7 @@ class Dispatcher:
             response.warmup.CopyFrom(warmed)
             return response
 
-        self._run(request, self._executor.hold, encode, reply)
+        self._run(request, None, self._executor.hold, encode, reply)
 
     def _parsed(self, call: NumberedCall) -> tuple[Callable[..., None], Numbered]:
         try:
@@ -227,6 +232,7 @@ class Dispatcher:
         step_seq, batch_id = _step_seq(request), request.batch.id
         self._run(
             request,
+            step_seq,
             lambda: self._executor.compute_prefill(
                 batch_id, starts, cached, rows, copies, is_ahead=step_seq is not None
             ),
@@ -241,53 +247,54 @@ class Dispatcher:
         step_seq = _step_seq(request)
         self._run(
             request,
+            step_seq,
             lambda: self._executor.compute_decode(cached, rows, copies, is_ahead=step_seq is not None),
             lambda step: _encoded(step, pb.DecodeResponse(), request.takes_columns),
             reply,
         )
 
-    def _begin(self, request: Request, begin: Callable[[], None], refuse: Callable[[FunitelError], None]) -> None:
-        if (step_seq := _step_seq(request)) is None:
-            begin()
-        else:
-            assert isinstance(request, Numbered)
-            self._order.begin(step_seq, request, begin, refuse)
-
-    def _run(self, request: Request, call: Callable[[], T], encode: Callable[[T], R], reply: ReplyCallbacks[R]) -> None:
+    def _run(
+        self,
+        request: Request,
+        step_seq: int | None,
+        call: Callable[[], T],
+        encode: Callable[[T], R],
+        reply: ReplyCallbacks[R],
+    ) -> None:
         """Run `call` on the compute thread in its turn, then `encode` on its result where the runner does that."""
 
         def compute() -> T:
-            self._begun = time.monotonic_ns()
+            self._begun, is_sound = time.monotonic_ns(), False
             try:
-                return self._watched(call)
+                result = call()
+                is_sound = True
+                return result
+            except UNCHANGED:
+                is_sound = True
+                raise
             finally:
                 self._begun = None
+                if not is_sound:
+                    self._has_failed = True
 
         def finish(computed: T) -> R:
-            self._answering = time.monotonic_ns()
+            self._answering, is_sound = time.monotonic_ns(), False
             try:
-                return self._watched(partial(encode, computed))
+                result = encode(computed)
+                is_sound = True
+                return result
+            except UNCHANGED:
+                is_sound = True
+                raise
             finally:
                 self._answering = None
+                if not is_sound:
+                    self._has_failed = True
 
         def fail(error: Exception) -> None:
             reply.refuse(self._failure(error))
 
-        self._begin(request, lambda: self._runner.run(compute, finish, reply.answer, fail), fail)
-
-    def _watched(self, work: Callable[[], T]) -> T:
-        """Do a part of a call, and note a failure after which rows may not be what calls say of them."""
-        is_sound = False
-        try:
-            result = work()
-            is_sound = True
-            return result
-        except UNCHANGED:
-            is_sound = True
-            raise
-        finally:
-            if not is_sound:
-                self._has_failed = True
+        self._order.begin(step_seq, request, lambda: self._runner.run(compute, finish, reply.answer, fail), fail)
 
     def _failure(self, error: Exception) -> FunitelError:
         """The error that a caller gets for an exception; a fatal one is reported here."""
@@ -306,12 +313,12 @@ class Dispatcher:
 
 def _step_seq(request: Request) -> int | None:
     """The number of a call; None for one that is not numbered. To drop all batches is not: numbers start again then."""
-    if not isinstance(request, Numbered) or not request.HasField("step_seq"):
+    if isinstance(request, NOT_NUMBERED) or not request.HasField("step_seq"):
         return None
     return None if isinstance(request, pb.ClearCacheRequest) and not request.HasField("id") else request.step_seq
 
 
-def _method(call: Numbered) -> str:
+def _method(call: Message) -> str:
     return type(call).__name__.removesuffix("Request")
 
 
