@@ -127,6 +127,10 @@ class KeptRows:
         await self.idle()
         self.takeovers += 1
         self.next_seq += 100
+        for batch_id, rows in list(self.batches.items()):  # a shard keeps none that has ended
+            self.batches[batch_id] = [row for row in rows if not row.is_finished]
+            if not self.batches[batch_id]:
+                del self.batches[batch_id]
         return pb.TakeOverResponse(
             last_step_seq=self.next_seq - 1,
             warmup=await self.warmed(),
@@ -153,6 +157,5 @@ class KeptRows:
                     num_known=len(row.tokens),
                 )
                 for row in rows
-                if not row.is_finished
             ],
         )
