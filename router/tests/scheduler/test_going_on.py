@@ -14,7 +14,11 @@ POLICY = SchedulerPolicy(max_batch_prefill_tokens=16, has_prefix_cache=True)
 def steps(scheduler: Scheduler, shard: FakeShard, count: int = 1000) -> list[list[int]]:
     """Make steps; return the ids of what each delivered."""
     delivered = []
-    while count and (plan := scheduler.schedule()) is not None:
+    while count:
+        shard.retain(set(scheduler.running))
+        plan = scheduler.schedule()
+        if plan is None:
+            break
         delivered.append([sequence.id for sequence, _ in scheduler.commit(plan, shard.step(plan), 0.01)])
         count -= 1
     return delivered
