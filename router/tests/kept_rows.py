@@ -37,6 +37,7 @@ class KeptRows:
 
     batches: dict[int, list[Any]]
     turns: asyncio.Condition
+    calls: list[str]
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Part]] = {}  # by output key
@@ -114,7 +115,7 @@ class KeptRows:
                 for seq, method, call in self.latest
             ]
             return pb.TakeOverResponse(last_step_seq=self.latest[-1][0] if self.latest else 0, latest=calls)
-        if self.refuses_takeover:
+        if self.refuses_takeover or "Warmup" not in self.calls:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "warmup: the last one here was another")
         self.is_closed = False
         self.epoch += 1
@@ -126,6 +127,10 @@ class KeptRows:
         await self.idle()
         self.takeovers += 1
         self.next_seq += 100
+        for batch_id, rows in list(self.batches.items()):  # a shard keeps none that has ended
+            self.batches[batch_id] = [row for row in rows if not row.is_finished]
+            if not self.batches[batch_id]:
+                del self.batches[batch_id]
         return pb.TakeOverResponse(
             last_step_seq=self.next_seq - 1,
             warmup=await self.warmed(),
@@ -152,6 +157,5 @@ class KeptRows:
                     num_known=len(row.tokens),
                 )
                 for row in rows
-                if not row.is_finished
             ],
         )

@@ -32,23 +32,3 @@ def test_a_part_takes_the_place_of_what_was_not_known_when_it_began() -> None:
 def test_a_part_in_the_middle_of_a_generation_stands_alone() -> None:
     several = OutputStep(1, Generation(7, Tokens((1, 2), (-0.5, -0.5), ("a", "b"), (False, False))))
     assert join_outputs([SequenceOutputs("key", 0, (several,)), part(1, 2)]) == {"key": part(1, 2)}
-
-
-def test_a_part_that_repeats_the_end_of_another_counts() -> None:
-    """A sequence moved to another replica while a step that had brought more of it was in flight."""
-    assert join_outputs([part(0, 1, 2, 3), part(2, 3, 4)]) == {"key": part(0, 1, 2, 3, 4)}
-    assert join_outputs([part(0, 1), part(0, 1, 2)]) == {"key": part(0, 1, 2)}
-
-
-def test_outputs_end_between_generations() -> None:
-    two = Generation(7, Tokens((5, 6), (-0.5, -0.5), ("a", "b"), (False, False)))
-    outputs = SequenceOutputs("key", 1, (*part(0, 1).steps, OutputStep(2, two)))
-
-    assert [outputs.until(end) for end in (0, 1, 2, 3, 4, 5)] == [
-        None,
-        SequenceOutputs("key", 1),
-        SequenceOutputs("key", 1, outputs.steps[:1]),
-        None,
-        outputs,
-        None,
-    ]

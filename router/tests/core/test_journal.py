@@ -31,3 +31,16 @@ def test_the_next_router_finds_the_facts() -> None:
     journal.flush()
     assert not put
     assert [journal.output_key() for _ in range(2)] == ["a/1", "a/2"]
+
+
+def test_what_waits_for_the_end_of_an_answer_is_called_once_even_if_it_comes_late() -> None:
+    called: list[str] = []
+    journal = KeptJournal("a", {}, lambda facts: None)
+    journal.when_done(lambda: called.append("early"))
+    assert not called
+    journal.done()
+    journal.done()
+    journal.when_done(lambda: called.append("late"))
+    assert called == ["early", "late"]
+    UNKEPT.when_done(lambda: called.append("never"))
+    assert called == ["early", "late"]

@@ -41,15 +41,6 @@ class SequenceOutputs:
         """Whether the last step finished the sequence."""
         return bool(self.steps) and self.steps[-1].generation.finished is not None
 
-    def until(self, end: int) -> "SequenceOutputs | None":
-        """The outputs before token `end` of the completion; None if it is in none of them, or within a generation."""
-        count = self.num_before
-        for place, each in enumerate(self.steps):
-            if count == end:
-                return replace(self, steps=self.steps[:place])
-            count += len(each.generation.tokens.ids)
-        return self if count == end else None
-
 
 @dataclass(frozen=True, slots=True)
 class NumberedCall:
@@ -103,7 +94,7 @@ def join_outputs(found: Iterable[SequenceOutputs]) -> dict[str, SequenceOutputs]
     """Join what all ranks have kept, by output key.
 
     A sequence that left a shard and came again has one part for each time, of one rank or of several: each part begins
-    behind the last one, or repeats its end. Where a part is missing, only those behind it are returned.
+    behind the tokens that were known when it came. Where a part is missing, only those behind it are returned.
     """
     parts: dict[str, list[SequenceOutputs]] = {}
     for each in found:
@@ -116,10 +107,19 @@ def join_outputs(found: Iterable[SequenceOutputs]) -> dict[str, SequenceOutputs]
 def _joined(parts: Sequence[SequenceOutputs]) -> SequenceOutputs:
     whole = parts[0]
     for part in parts[1:]:
-        begun = whole.until(part.num_before)
-        if begun is None:
+        before = _first(whole.steps, part.num_before - whole.num_before)
+        if before is None:
             whole = part
         else:
-            mu = begun.mirostat_mu if part.mirostat_mu is None else part.mirostat_mu
-            whole = replace(begun, steps=begun.steps + part.steps, mirostat_mu=mu)
+            mu = whole.mirostat_mu if part.mirostat_mu is None else part.mirostat_mu
+            whole = replace(whole, steps=before + part.steps, mirostat_mu=mu)
     return whole
+
+
+def _first(steps: tuple[OutputStep, ...], num_tokens: int) -> tuple[OutputStep, ...] | None:
+    """The first steps, if they have so many tokens."""
+    for place, each in enumerate(steps):
+        if num_tokens <= 0:
+            return steps[:place] if num_tokens == 0 else None
+        num_tokens -= len(each.generation.tokens.ids)
+    return steps if num_tokens == 0 else None

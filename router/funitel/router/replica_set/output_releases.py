@@ -29,17 +29,19 @@ class OutputReleases:
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    def add(self, keys: Iterable[str]) -> None:
-        """Release outputs soon."""
+    def add(self, keys: Iterable[str] = ()) -> None:
+        """Release outputs soon, and those that a replica has not released before."""
         self._keys += keys
-        if self._keys and self._task is None and not self._is_closed:
+        is_due = bool(self._keys or self._unreleased) and not self._is_closed
+        if is_due and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
+        await asyncio.sleep(RELEASE_SECONDS)
+        await self.flush()
         while self._keys:
             await asyncio.sleep(RELEASE_SECONDS)
             await self.flush()
-        self._task = None
 
     async def flush(self) -> None:
         """Release what was added, and what was not released before."""

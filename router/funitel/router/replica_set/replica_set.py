@@ -400,6 +400,7 @@ class ReplicaSet(Membership[ServingReplica]):
         member.engine.on_loss(partial(self._lose, member))
         member.engine.new_ids = self._new_ids
         self._tasks.start(self._load_pinned(member.engine))
+        self._releases.add()
         waiting = self._holding.evacuate()
         num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)
         return f"requests resumed={num_resumed} failed={len(waiting) - num_resumed}"

@@ -169,7 +169,7 @@ def _journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]
 def _answerable(requests: list[JournalledRequest], input_end: int) -> tuple[list[JournalledRequest], int]:
     """The requests that can be answered anew, one behind the other, and where the input of the last one ends."""
     found: list[JournalledRequest] = []
-    for request in requests:
+    for request in sorted(requests, key=lambda request: request.number):  # those that wait are noted first
         facts = request.facts
         is_unkept = UNKEPT_ANSWER in facts or (BEGUN in facts and KEY not in facts)
         if is_unkept or facts.get(INPUT_END) != input_end + len(request.raw):
