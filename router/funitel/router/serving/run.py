@@ -25,6 +25,7 @@ from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.running import ActiveRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.timings import AnswerTimings
+from funitel.router.serving.turns import InTurn
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
 
@@ -75,9 +76,13 @@ class _Run:
         """Listen to the streams from now on."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.endings: dict[int, GeneratedText] = {}  # by place
+        self._jobs = jobs
         self._take = take
         self._journal = request_context.current().journal  # events come outside of the request's context
         self._num_jobs = len(jobs)
+        self._give: Take = self._give_on
+        if self._journal.key and len(jobs) > 1:
+            self._give = InTurn(len(jobs), self._give_on).put
         self._take_recorded(jobs, streams)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             stream.listen(self._listener(place, job, stream))
@@ -92,15 +97,12 @@ class _Run:
             job = jobs[place]
             if job.latest_token is None:
                 self._note_cached(job, streams[place])
-            job.num_tokens += len(generation.tokens.ids)
             job.latest_token = now
             try:
-                self._take(place, generation)
+                self._give(place, generation)
             except Exception as error:  # as for a listener
                 self.ended.set_exception(error)
                 return
-            if generation.finished is not None:
-                self._finish(place, generation.finished)
 
     def _note_cached(self, job: GenerationJob, stream: TokenStream) -> None:
         """Note the cached tokens of a prompt with the first token: a fact, which also says that there was one."""
@@ -114,7 +116,7 @@ class _Run:
 
         A closure: with a thousand streams each object that a token touches has left the processor's caches.
         """
-        metrics, take, ended, note_cached = job.service.metrics, self._take, self.ended, self._note_cached
+        metrics, give, ended, note_cached = job.service.metrics, self._give, self.ended, self._note_cached
 
         def receive(event: Event, now: float) -> None:
             if ended.done():
@@ -124,7 +126,6 @@ class _Run:
                 return
             try:
                 num_tokens, latest = len(event.tokens.ids), job.latest_token
-                job.num_tokens += num_tokens
                 job.latest_token = now
                 if not num_tokens:
                     pass  # an abort
@@ -133,14 +134,18 @@ class _Run:
                 else:
                     note_cached(job, stream)
                     metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
-                take(place, event)
+                give(place, event)
             except Exception as error:  # fails this request alone: the engine goes on
                 ended.set_exception(error)
-                return
-            if event.finished is not None:
-                self._finish(place, event.finished)
 
         return receive
+
+    def _give_on(self, place: int, generation: Generation) -> None:
+        """Give a generation on, in its turn."""
+        self._jobs[place].num_tokens += len(generation.tokens.ids)
+        self._take(place, generation)
+        if generation.finished is not None:
+            self._finish(place, generation.finished)
 
     def _finish(self, place: int, ending: GeneratedText) -> None:
         self.endings[place] = ending
