@@ -83,7 +83,7 @@ class KeeperLink:
         try:
             channel.send(Packet(Kind.HELLO, raw=Hello(generation).encode()), SEND_SECONDS)
             return link, link._state(channel)
-        except (ChannelLost, ValueError) as error:
+        except ChannelLost as error:
             link._abandon()
             raise StartupError(f"the keeper at {path} is lost: {error}") from error
         except RefusedByKeeper as error:
@@ -108,8 +108,8 @@ class KeeperLink:
                     pass
                 case Kind.REQUEST:
                     found[packet.connection].requests.append(JournalledRequest(packet.number, packet.raw))
-                case Kind.FACTS:
-                    found[packet.connection].requests[-1].facts |= json.loads(packet.raw)
+                case Kind.FACTS if found[packet.connection].requests:
+                    _add_facts(found[packet.connection].requests[-1], packet.raw)
                 case Kind.PARTIAL:
                     found[packet.connection].partial = packet.raw
                 case _:
@@ -278,3 +278,16 @@ class KeeperLink:
                 self._loop.remove_reader(self._channel.sock.fileno())
             self._channel.close()
             self._channel = None
+
+
+def _add_facts(request: JournalledRequest, raw: bytes) -> None:
+    """Add facts; without any the request is not answered anew, which is right where some cannot be read."""
+    try:
+        facts = json.loads(raw)
+    except ValueError:
+        facts = None
+    if isinstance(facts, dict):
+        request.facts |= facts
+    else:
+        request.facts.clear()
+        logger.error("facts of request %d in the journal cannot be read: it is not taken over", request.number)
