@@ -118,7 +118,7 @@ class Takeover:
         try:
             if self._tls:
                 raise Lost("its keys were those of the earlier router")
-            journal, num_requests = _journal_of(kept, self._link)
+            journal, num_requests = journal_of(kept, self._link)
         except (Lost, OSError) as why:
             logger.warning("a connection ends, which cannot be taken over: %s", why)
             kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -145,7 +145,7 @@ class Takeover:
         return cast(list[HttpConnection], list(state.connections))
 
 
-def _journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
+def journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
     """The journal of a connection with what an earlier router has left, and the number of requests in it.
 
     Raises:
