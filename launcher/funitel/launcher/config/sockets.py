@@ -13,7 +13,7 @@ from pathlib import Path
 from funitel.launcher.config.port_owner import owner_of
 from funitel.proto import step_socket
 from funitel.proto.errors import SettingsError
-from funitel.proto.process.deployment_file import file_of, processes_in, read, runs
+from funitel.proto.process.deployment_file import file_of, logs_of, processes_in, read, runs
 from funitel.proto.process.locks import lock_of, try_lock
 from funitel.proto.settings.fields import require
 
@@ -40,11 +40,6 @@ def path_of_deployment(path: str, number: int) -> str:
 def keeper_path(path: str) -> str:
     """Socket path of the keeper of a launcher."""
     return f"{path}.keeper"
-
-
-def logs_folder(path: str) -> Path:
-    """Folder of the output of children that outlive a launcher."""
-    return Path(f"{path}.logs")
 
 
 @contextmanager
@@ -74,7 +69,7 @@ def remove_beside(base: str) -> None:
     for name in (keeper_path(base), file_of(base)):
         with suppress(OSError):
             os.unlink(name)
-    shutil.rmtree(logs_folder(base), ignore_errors=True)
+    shutil.rmtree(logs_of(base), ignore_errors=True)
 
 
 def _sweep() -> None:
