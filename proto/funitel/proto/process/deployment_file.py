@@ -34,6 +34,11 @@ def file_of(path: str) -> str:
     return f"{path}{_SUFFIX}"
 
 
+def path_of_file(name: str) -> str:
+    """The shards' socket path of a deployment file."""
+    return name.removesuffix(_SUFFIX)
+
+
 def logs_of(path: str) -> str:
     """Name of the folder of what children that outlive a launcher write, beside the shards' socket path."""
     return f"{path}.logs"
@@ -118,7 +123,7 @@ def is_launcher_gone(parent: int | None, name: str | None) -> bool:
 
 def remove_deployment_file(name: str) -> None:
     """Remove a deployment file that no launcher holds, and the files beside it."""
-    base = name.removesuffix(_SUFFIX)
+    base = path_of_file(name)
     lock = try_lock(lock_of(base))
     if lock is not None:
         shutil.rmtree(logs_of(base), ignore_errors=True)
