@@ -110,7 +110,7 @@ def test_a_file_that_others_can_write_is_not_trusted(name: str, tmp_path: Path) 
 
 def test_a_file_that_cannot_be_replaced_is_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(IsADirectoryError):
         write(str(tmp_path / "folder"), content(os.getpid(), 3))
     assert os.listdir(tmp_path) == ["folder"]
 
