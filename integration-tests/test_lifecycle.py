@@ -283,8 +283,8 @@ async def test_a_shard_killed_while_loading_ends_the_launcher(start: Start, mode
     footprint.wait_gone(0)
 
 
-async def test_a_killed_router_ends_the_launcher(start: Start, model: Path) -> None:
-    server = start("--model-id", str(model), *FLAGS).wait_ready()
+async def test_without_a_keeper_a_killed_router_ends_the_launcher(start: Start, model: Path) -> None:
+    server = start("--model-id", str(model), *FLAGS, "--keeper", "false").wait_ready()
     footprint = server.footprint()
     os.kill(server.router_pid(), signal.SIGKILL)
     await until(lambda: server.process.poll() is not None, SOON)
@@ -305,7 +305,8 @@ def _assert_epitaph(server: Server, beginning: str) -> None:
 async def test_a_killed_launcher_leaves_nothing(start: Start, model: Path, tmp_path: Path) -> None:
     base = tmp_path / "sockets" / "s"
     base.parent.mkdir()
-    server = start("--model-id", str(model), *TWO, "--shard-uds-path", str(base)).wait_ready()
+    brief = ("--adopt-timeout", "1")
+    server = start("--model-id", str(model), *TWO, "--shard-uds-path", str(base), *brief).wait_ready()
     footprint = server.footprint()
     with long_stream(server, CONTEXT - 100) as task:
         await until_running(server)

@@ -23,6 +23,7 @@ MARK = "FUNITEL_TEST_MARK"  # in the environment of everything a test starts, al
 MAX_SHARDS = 8  # of any deployment in a test
 _SHARD = re.compile(r" -m (funitel\.model_server|funitel_testing\.faulty_shard) serve ")
 LAUNCHER = "funitel.launcher"
+ADOPTED = "adopted the processes of an earlier launcher"
 FAULTY_LAUNCHER = "funitel_testing.faulty_launcher"  # its shards go wrong as a test says
 
 
@@ -274,7 +275,7 @@ class Server:
     def shard_pids(self) -> list[int]:
         """Process ids of the shards, in rank order, those of the first replica first."""
         found = {}
-        for pid in descendants(self.process.pid):
+        for pid in self._processes():
             if _SHARD.search(_command(pid)):
                 path = flag_value(pid, "--uds-path") or ""
                 found[len(path), path, int(flag_value(pid, "--rank") or 0)] = pid
@@ -287,16 +288,31 @@ class Server:
         uds_path = flag_value(shards[0], "--uds-path")
         assert uds_path is not None, "the shard was given no socket path"
         ports = (self.port, *(int(port) for port in master_ports if port))
-        return Footprint(self.mark, ports, uds_path, self._shared_memory, frozenset(descendants(self.process.pid)))
+        return Footprint(self.mark, ports, uds_path, self._shared_memory, frozenset(self._processes()))
+
+    def _processes(self) -> set[int]:
+        """What it started, and what it adopted of an earlier launcher."""
+        return descendants(self.process.pid) | (marked(self.mark) - {self.process.pid})
+
+    def kill_launcher(self) -> None:
+        """Kill the launcher alone."""
+        self.process.kill()
+        self.process.wait()
+
+    def relaunch(self) -> None:
+        """Start another launcher with the same flags, and wait until it has adopted what the first one has left."""
+        told = self.log.read_text(errors="replace").count(ADOPTED)
+        self.process = self._started()
+        wait_until(lambda: self.log.read_text(errors="replace").count(ADOPTED) > told, 60, "nothing was adopted")
 
     def router_pid(self) -> int:
         """Process id of the router."""
-        commands = {pid: _command(pid) for pid in descendants(self.process.pid)}
+        commands = {pid: _command(pid) for pid in self._processes()}
         return next(pid for pid, command in commands.items() if " -m funitel.router " in command)
 
     def keeper_pid(self) -> int:
         """Process id of the keeper."""
-        commands = {pid: _command(pid) for pid in descendants(self.process.pid)}
+        commands = {pid: _command(pid) for pid in self._processes()}
         return next(pid for pid, command in commands.items() if " -m funitel.launcher.keeper " in command)
 
     def error_lines(self) -> list[str]:

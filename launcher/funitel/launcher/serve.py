@@ -51,7 +51,7 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
     num_shard, gpus = shards_and_gpus(settings, environ)
     num_shards = num_shard * settings.num_replicas
     check_task_limit(num_shards, settings.num_threads or share_of_cores(settings.device, num_shards) or 1)
-    with claim(settings.shard_uds_path, num_shard, settings.num_replicas) as uds_path:
+    with claim(settings.shard_uds_path, num_shard, settings.num_replicas, settings.port) as uds_path:
         resolved = resolve(settings, num_shard, uds_path, gpus)
 
         def resolve_next(number: int) -> NextDeployment:

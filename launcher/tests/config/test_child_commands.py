@@ -87,6 +87,26 @@ def test_the_router_gets_the_model_folder_under_the_clients_name() -> None:
     assert (told.port, told.exit_with_parent) == (3001, os.getpid())
 
 
+def test_the_router_has_a_keeper_in_place_of_sockets() -> None:
+    settings = resolved(keeper=True)
+    argv = COMMANDS.route(settings, FOLDER, keeper="/tmp/path.keeper", generation=3, deployment_file="/tmp/file")
+    assert "--listen-fd" not in argv
+    told = parsed(RouterSettings, argv[1:])
+    assert (told.keeper, told.generation, told.deployment_file) == ("/tmp/path.keeper", 3, "/tmp/file")
+    assert router(settings).keeper is None, "the flag of the launcher is another one"
+
+
+def test_the_keeper_is_told_its_sockets_and_how_long_connections_wait() -> None:
+    settings = resolved(adopt_timeout=2.5, log_level="debug", json_output=True)
+    flags = ("--adopt-timeout", "2.5", "--log-level", "debug")
+    sockets = ("--socket", "/tmp/s", "--listen-fd", "7", "8")
+    ends = ("--exit-with-parent", str(os.getpid()), "--deployment-file", "/tmp/f", "--json-output")
+    _, *argv = Commands(keeper=("keeper",)).keep(settings, "/tmp/s", [7, 8], deployment_file="/tmp/f")
+    assert argv == [*sockets, *flags, *ends]
+    _, *argv = Commands(keeper=("keeper",)).keep(LauncherSettings(), "/tmp/s", [7, 8], outlives=True)
+    assert "--exit-with-parent" not in argv
+
+
 def test_the_router_is_told_how_long_a_request_waits_for_its_model() -> None:
     assert router(resolved(wait_for_load=2.5)).wait_for_load == 2.5
 

@@ -187,6 +187,20 @@ def test_after_an_upgrade_the_next_launcher_adopts_what_is_current(launch: Launc
     first.assert_nothing_left()
 
 
+def test_at_the_default_place_a_launcher_adopts_what_has_its_port_and_leaves_the_rest_alone(launch: Launch) -> None:
+    first = killed(launch, "--default-uds-path")
+    router = first.answering()
+    other = launch(*TWO, "--default-uds-path").until_ready()
+    assert first.answering() == router
+    second = launch("--port", str(first.port), *TWO, "--default-uds-path").until_ready()
+    assert second.events == []
+    assert first.answering() == router
+    for launched in (second, other):
+        launched.send(signal.SIGTERM)
+        assert launched.wait() == 0
+    first.assert_nothing_left()
+
+
 def test_nothing_is_adopted_without_a_process(launch: Launch) -> None:
     first = killed(launch)
     for pid in first.pids():

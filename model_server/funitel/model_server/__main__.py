@@ -136,8 +136,8 @@ def serve(settings: ModelServerSettings) -> None:
     """Load one rank and serve it until SIGTERM or SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _abandon(settings))
-    end_with_launcher(settings.exit_with_parent, settings.deployment_file)  # a thread: before the others are pinned
     pin(settings)
+    end_with_launcher(settings.exit_with_parent, settings.deployment_file)  # a thread, pinned too
     with imports_kept():
         import_torch()
         from funitel.model_server.rpc.serve import serve as serve_rank  # with torch: a second that --help does without

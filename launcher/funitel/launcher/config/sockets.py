@@ -5,7 +5,7 @@ import glob
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from funitel.launcher.config.port_owner import owner_of
 from funitel.proto import step_socket
 from funitel.proto.errors import SettingsError
-from funitel.proto.process.deployment_file import file_of, processes_in, read, runs
+from funitel.proto.process.deployment_file import file_of, logs_of, path_of_file, processes_in, read, runs
 from funitel.proto.process.locks import lock_of, try_lock
 from funitel.proto.settings.fields import require
 
@@ -42,22 +42,18 @@ def keeper_path(path: str) -> str:
     return f"{path}.keeper"
 
 
-def logs_folder(path: str) -> Path:
-    """Folder of the output of children that outlive a launcher."""
-    return Path(f"{path}.logs")
-
-
 @contextmanager
-def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[str]:
+def claim(path: str | None, num_shard: int, num_replicas: int = 1, port: int = 0) -> Iterator[str]:
     """Lock a socket path for the length of a `with`; stale sockets are removed before and after.
 
-    Without `path`, the default is taken, or one named after this process when another process holds the default. The
-    sockets of a launcher that has died are left where there is its deployment file, since its processes may run.
+    Without `path`, the default is taken, or one named after this process when another launcher holds the default, or
+    has left processes there that another launcher may adopt: one with its port, which gets its path. The sockets of a
+    launcher that has died are left where there is its deployment file, since its processes may run.
     """
     _check_length(path or DEFAULT_PATH, num_shard, num_replicas)
     if path is None:
         _sweep()
-    base, lock = _lock(path)
+    base, lock = _lock([path] if path else _default_paths(port))
     try:
         if not os.path.exists(file_of(base)):
             remove_sockets(base, num_shard, num_replicas)
@@ -74,7 +70,7 @@ def remove_beside(base: str) -> None:
     for name in (keeper_path(base), file_of(base)):
         with suppress(OSError):
             os.unlink(name)
-    shutil.rmtree(logs_folder(base), ignore_errors=True)
+    shutil.rmtree(logs_of(base), ignore_errors=True)
 
 
 def _sweep() -> None:
@@ -107,12 +103,23 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _lock(path: str | None) -> tuple[str, int]:
-    candidates = [path] if path else [DEFAULT_PATH, f"{DEFAULT_PATH}-{os.getpid()}"]
+def _default_paths(port: int) -> list[str]:
+    """Socket paths to try where none is given: first that of a launcher on this port which has died."""
+    left: dict[str, object] = {}
+    for name in glob.glob(file_of(f"{DEFAULT_PATH}*")):
+        content = read(name)
+        if any(map(runs, processes_in(content))):
+            left[path_of_file(name)] = None if content is None else content.get("port")
+    fresh = [path for path in (DEFAULT_PATH, f"{DEFAULT_PATH}-{os.getpid()}") if path not in left]
+    return [*(path for path, its_port in left.items() if its_port == port), *fresh]
+
+
+def _lock(candidates: Sequence[str]) -> tuple[str, int]:
     for candidate in candidates:
         descriptor = try_lock(lock_of(candidate))
         if descriptor is not None:
             return candidate, descriptor
+    path = candidates[0]
     raise SettingsError(f"--shard-uds-path {path}: {path}.lock is held by another instance or not writable")
 
 

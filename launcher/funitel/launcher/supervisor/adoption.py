@@ -4,16 +4,17 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from socket import socket
 
 from funitel.launcher.config.resolve import ResolvedSettings
-from funitel.launcher.config.sockets import listen, logs_folder, remove_beside, remove_sockets
+from funitel.launcher.config.sockets import listen, remove_beside, remove_sockets
 from funitel.launcher.processes.pid_one import is_pid_one
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.lasting_child import LastingFiles
 from funitel.launcher.supervisor.leftovers import Leftovers
 from funitel.launcher.supervisor.supervisor import NextDeployment, ResolveNext
-from funitel.proto.process.deployment_file import file_of
+from funitel.proto.process.deployment_file import file_of, logs_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def lasting_files(settings: ResolvedSettings, uds_path: str) -> LastingFiles | N
     """The files of children that outlive this process; None where they are to end with it."""
     if not settings.keeper or not settings.adopt_timeout or is_pid_one():
         return None
-    files = LastingFiles(logs_folder(uds_path), file_of(uds_path))
+    files = LastingFiles(Path(logs_of(uds_path)), file_of(uds_path))
     try:
         files.prepare()
     except OSError as error:

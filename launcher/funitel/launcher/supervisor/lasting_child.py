@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from funitel.launcher.processes.file_tail import FileTail
+from funitel.launcher.processes.folder_watch import FolderWatch
 from funitel.launcher.processes.relay import relay
 from funitel.launcher.processes.watched import WatchedProcess
 from funitel.launcher.supervisor.process import Child
@@ -35,6 +36,7 @@ class LastingChild(Child):
         on_line: Callable[[str], None],
         *,
         log: Path,
+        changes: FolderWatch,
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Describe the child; `start` starts it.
@@ -45,10 +47,12 @@ class LastingChild(Child):
             environ: its complete environment.
             on_line: called with each line of its output.
             log: file of its output, which is removed once it has ended.
+            changes: of the folder of that file.
             pass_fds: descriptors that it inherits under the same numbers.
         """
         super().__init__(name, argv, environ, on_line, pass_fds=pass_fds)
         self._log = log
+        self._changes = changes
         self._tail = FileTail(log, self._take)
         self._process: WatchedProcess | None = None
 
@@ -80,10 +84,12 @@ class LastingChild(Child):
     def _follow(self, process: WatchedProcess) -> None:
         self._process, self._pid = process, process.pid
         self._tail.start()
+        self._changes.add(self._tail.read)
         self._exited = asyncio.create_task(self._until_ended(process))
 
     async def _until_ended(self, process: WatchedProcess) -> int:
         await asyncio.wait({process.exited})
+        self._changes.remove(self._tail.read)
         self._tail.stop()
         self._remove_log()
         return process.exited.result() or 0
@@ -137,11 +143,18 @@ class ChildMaker:
         json_output: of the launcher.
         lasting: files of children that outlive it.
         on_change: called when the processes are others than before.
+        changes: of the folder of logs.
     """
 
     json_output: bool
     lasting: LastingFiles | None = None
     on_change: Callable[[], None] = field(default=lambda: None)
+    changes: FolderWatch | None = None
+
+    @classmethod
+    def lasting_in(cls, files: LastingFiles | None, on_change: Callable[[], None], *, json_output: bool) -> Self:
+        """Make children with these files, if any."""
+        return cls(json_output, files, on_change, None if files is None else FolderWatch(files.logs))
 
     @property
     def outlives(self) -> bool:
@@ -158,15 +171,16 @@ class ChildMaker:
     ) -> Child:
         """Describe a child; `title` precedes the lines of its output."""
         on_line = relay(title, json_output=self.json_output)
-        if self.lasting is None:
+        if self.lasting is None or self.changes is None:
             return Child(name, argv, environ, on_line, pass_fds=pass_fds)
         log = self.lasting.logs / f"{title.replace(' ', '-')}-{os.getpid()}-{next(_numbers)}.log"
-        return LastingChild(name, argv, environ, on_line, log=log, pass_fds=pass_fds)
+        return LastingChild(name, argv, environ, on_line, log=log, changes=self.changes, pass_fds=pass_fds)
 
     def adopt(self, title: str, record: Mapping[str, Any]) -> Child:
         """Watch a child of an earlier launcher."""
         on_line, log = relay(title, json_output=self.json_output), Path(record["log"])
-        child = LastingChild(record["name"], record["argv"], {}, on_line, log=log)
+        assert self.changes is not None, "only children that outlive a launcher are adopted"
+        child = LastingChild(record["name"], record["argv"], {}, on_line, log=log, changes=self.changes)
         child.adopt(record)
         return child
 

@@ -107,7 +107,7 @@ class Supervisor:
         self._resolve_next = resolve_next
         self._commands = commands or Commands()
         self._on_upgrade = on_upgrade
-        self._children = ChildMaker(settings.json_output, self._lasting, self._note)
+        self._children = ChildMaker.lasting_in(self._lasting, self._note, json_output=settings.json_output)
         self._keeper: KeeperProcess | None = None
         if settings.keeper:
             self._keeper = KeeperProcess(
@@ -228,7 +228,7 @@ class Supervisor:
         me = os.getpid()
         content = {
             "launcher": {"pid": me, "started": start_of(me)},
-            "adopt_timeout": self._settings.adopt_timeout,
+            "adopt_timeout": self._settings.adopt_timeout if any(each.is_ready for each in self._deployments) else 0.0,
             "port": self._settings.port,
             "keeper": None if self._keeper is None else self._keeper.record,
             "deployments": [*(each.record for each in self._inherited), *(each.record for each in self._deployments)],

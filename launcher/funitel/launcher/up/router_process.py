@@ -68,7 +68,8 @@ class RouterProcess:
         self._replace_requested = asyncio.Event()
         self._keeper: KeeperProcess | None = None
         if settings.keeper:
-            children = ChildMaker(settings.json_output, LastingFiles(folders.logs), self._note_keeper)
+            files = LastingFiles(folders.logs)
+            children = ChildMaker.lasting_in(files, self._note_keeper, json_output=settings.json_output)
             path = str(folders.run / KEEPER_SOCKET)
             self._keeper = KeeperProcess(path, settings, environ, commands, children, self._listen)
 

@@ -7,6 +7,7 @@ their parent, see `parent.py`.
 import json
 import os
 import select
+import shutil
 import signal
 import stat
 import time
@@ -31,6 +32,16 @@ process is an object with `pid` and `started`."""
 def file_of(path: str) -> str:
     """Name of the deployment file of the shards' socket path."""
     return f"{path}{_SUFFIX}"
+
+
+def path_of_file(name: str) -> str:
+    """The shards' socket path of a deployment file."""
+    return name.removesuffix(_SUFFIX)
+
+
+def logs_of(path: str) -> str:
+    """Name of the folder of what children that outlive a launcher write, beside the shards' socket path."""
+    return f"{path}.logs"
 
 
 def read(name: str) -> Content | None:
@@ -111,11 +122,12 @@ def is_launcher_gone(parent: int | None, name: str | None) -> bool:
 
 
 def remove_deployment_file(name: str) -> None:
-    """Remove a deployment file that no launcher holds."""
-    lock_name = lock_of(name.removesuffix(_SUFFIX))
-    lock = try_lock(lock_name)
+    """Remove a deployment file that no launcher holds, and the files beside it."""
+    base = path_of_file(name)
+    lock = try_lock(lock_of(base))
     if lock is not None:
-        for path in (name, lock_name):
+        shutil.rmtree(logs_of(base), ignore_errors=True)
+        for path in (name, lock_of(base)):
             with suppress(OSError):
                 os.unlink(path)
         os.close(lock)
@@ -123,14 +135,13 @@ def remove_deployment_file(name: str) -> None:
 
 def _follow(parent: int, name: str) -> None:
     content = read(name)
-    wait_seconds = 0.0 if content is None else float(content["adopt_timeout"])
     started = start_of(parent)
     launcher: Mapping[str, Any] | None = None if started is None else {"pid": parent, "started": started}
     if launcher is None and content is not None:
         launcher = content["launcher"]
     while launcher is not None:
         _wait_for_end(launcher)
-        launcher = _next_launcher(name, wait_seconds)
+        launcher = _next_launcher(name)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -148,9 +159,11 @@ def _wait_for_end(process: Mapping[str, Any]) -> None:
         os.close(pidfd)
 
 
-def _next_launcher(name: str, seconds: float) -> Mapping[str, Any] | None:
-    """The launcher that has adopted this process; None where none does within some seconds."""
-    end = time.monotonic() + seconds
+def _next_launcher(name: str) -> Mapping[str, Any] | None:
+    """The launcher that has adopted this process; None where none does in time, which the last one has set."""
+    began = time.monotonic()
+    last = read(name)
+    seconds = 0.0 if last is None else float(last["adopt_timeout"])
     me = {"pid": os.getpid(), "started": start_of(os.getpid())}
     while True:
         content = read(name)
@@ -159,6 +172,6 @@ def _next_launcher(name: str, seconds: float) -> Mapping[str, Any] | None:
                 me["pid"] == each["pid"] and me["started"] == each["started"] for each in processes_in(content)
             )
             return content["launcher"] if is_listed else None
-        if time.monotonic() >= end:
+        if time.monotonic() - began >= seconds:
             return None
         time.sleep(POLL_SECONDS)
