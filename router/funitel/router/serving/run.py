@@ -72,7 +72,7 @@ class _Run:
     """Jobs while they run: `ended` is done once all have, or one has failed."""
 
     def __init__(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], take: Take) -> None:
-        """Listen to the streams from now on."""
+        """Listen to the streams from now on; raises what `take` does, where there is something of an earlier router."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.endings: dict[int, GeneratedText] = {}  # by place
         self._take = take
@@ -87,18 +87,12 @@ class _Run:
         recorded = [stream.take_recorded() for stream in streams]
         now = time.monotonic()
         for place, generation in in_step_order(recorded):
-            if self.ended.done():
-                return
             job = jobs[place]
             if job.latest_token is None:
                 self._note_cached(job, streams[place])
             job.num_tokens += len(generation.tokens.ids)
             job.latest_token = now
-            try:
-                self._take(place, generation)
-            except Exception as error:  # as for a listener
-                self.ended.set_exception(error)
-                return
+            self._take(place, generation)
             if generation.finished is not None:
                 self._finish(place, generation.finished)
 
