@@ -23,6 +23,7 @@ from funitel.router.replica_set.replica_set import ReplicaSet
 from funitel.router.serving.run import in_step_order
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
+from funitel_testing.takeovers.routers import abandon
 
 
 class Routers:
@@ -59,22 +60,7 @@ class Routers:
         """End the router without a word to the shards."""
         assert self.fleet is not None
         fleet, self.fleet = self.fleet, None
-        fleet._kept._is_settled = True
-        if fleet._kept._timer is not None:
-            fleet._kept._timer.cancel()
-        members = fleet._serving
-        fleet._serving = []
-        for member in members:
-            member.engine._steps.halt()
-            member.engine._halt_caches()
-            for task in (member.engine._steps._task, member.engine._steps._clock):
-                await asyncio.gather(task, return_exceptions=True)
-            for call in member.engine._steps._pipeline._calls:
-                call.answer.cancel()
-            await member.shards.close()
-        await fleet._tasks.cancel()
-        if fleet._releases._task is not None:
-            fleet._releases._task.cancel()
+        await abandon(fleet)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from itertools import count
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
-from funitel.proto.step import CachedBatch
 from funitel.proto.takeover.state import HeldBatch, HeldRow
 from funitel.router.adapters.slots import AdapterSlots, User
 from funitel.router.core.request import Adapter, Limits, Request, Sequence, is_background
@@ -184,8 +183,7 @@ class Engine:
         To be called before the event loop runs anything else.
         """
         rows = [row for batch in batches for row in batch.rows]
-        ids = [CachedBatch(batch.id, tuple([row.request_id for row in batch.rows])) for batch in batches]
-        self._replica.go_on(last_step_seq, [batch for batch in ids if batch.request_ids])
+        self._replica.go_on(last_step_seq, batches)
         self.held = HeldRows(self._scheduler.blocks, rows)
         self.new_ids = count(max((row.request_id + 1 for row in rows), default=0))
         self._steps.is_held = bool(rows)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound, NotReady, ShardFailed
 from funitel.router.core.background_tasks import Tasks
-from funitel.router.replica_set.failover import NO_REPLICA, ReturnTimeout, reconnect
+from funitel.router.replica_set.failover import NO_REPLICA, NONE_LEFT, ReturnTimeout, reconnect
 from funitel.router.replica_set.table import Member, ReplicaAddress, ReplicaStatus, Slot, check_weight
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
@@ -23,8 +23,6 @@ from funitel.router.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.5  # between two checks of a replica that has disconnected and answers all the same
-NONE_LEFT = "the model has no replica left"
-
 
 T = TypeVar("T", bound=Member)
 

@@ -9,38 +9,34 @@ queue until one comes back, with what arrives meanwhile.
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
-from funitel.proto.takeover.state import SequenceOutputs
 from funitel.router.core.request import Adapter, Request, Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.replica_set.failover import MAX_LOSSES, NO_REPLICA
+from funitel.router.replica_set.failover import MAX_LOSSES, NO_REPLICA, NONE_LEFT
 from funitel.router.replica_set.holding_queue import HoldingQueue
-from funitel.router.replica_set.kept_sequences import KeptSequences, TakenUp
 from funitel.router.replica_set.load_balancer import LoadBalancer
-from funitel.router.replica_set.membership import NONE_LEFT, Membership
-from funitel.router.replica_set.output_releases import OutputReleases
+from funitel.router.replica_set.replays import KeptOutputs, Replays
 from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, can_take_adapters, check_alike, smallest_limits
 from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.scheduler.admission import InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
-from funitel.router.shard_client.capabilities import check_adapter, check_capabilities, is_repeatable
+from funitel.router.shard_client.capabilities import check_adapter, check_capabilities
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 
-class ReplicaSet(Membership[ServingReplica]):
+class ReplicaSet(Replays):
     """`Inference` over the engines of the replicas of one model."""
 
     def __init__(
@@ -48,13 +44,12 @@ class ReplicaSet(Membership[ServingReplica]):
         members: Seq[ServingReplica],
         settings: RouterSettings,
         metrics: Metrics,
-        outputs: Mapping[str, SequenceOutputs] | None = None,
+        outputs: KeptOutputs | None = None,
     ) -> None:
         """Let replicas serve; `outputs` by output key are those of an earlier router."""
-        super().__init__(settings, metrics)
+        super().__init__(members, settings, metrics, outputs)
         self.limits = smallest_limits([member.engine.limits for member in members])
         self._first = members[0].slot.address
-        self._info = members[0].shards.infos[-1]  # facts that all replicas share
         self.takes_adapters = can_take_adapters(self._info)
         self._holding = HoldingQueue(metrics.child(), members[0].slot.admission)
         self._balancer = LoadBalancer([])
@@ -63,10 +58,6 @@ class ReplicaSet(Membership[ServingReplica]):
             lambda: (holder.requests for holder in self._holders()), self._unpause, self._can_resume, metrics
         )
         self._new_ids = count(max(next(member.engine.new_ids) for member in members))  # of sequences, on any replica
-        self._releases = OutputReleases(lambda: (*self._serving, *self._leaving), self._slots.values)
-        engines = [member.engine for member in members]
-        self._kept = KeptSequences(outputs, engines, self.release_outputs)
-        self._newest: tuple[Request, ServingReplica] | None = None
         self._loaded: set[str] = set()  # ids of adapters that `load_adapter` has loaded and none has retired
         self._pinned: dict[str, Adapter] = {}  # by id
         metrics.set_limits(self.limits)
@@ -103,7 +94,7 @@ class ReplicaSet(Membership[ServingReplica]):
         check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
         if request.is_replayed:
-            return self._submit_replayed(request)
+            return self._submit_replayed(request, self._sequence_of(request))
         sequence = self._sequence_of(request)
         if not self._serving:
             return self._holding.requests.admit(sequence, self._in_flight(request.key))
@@ -115,44 +106,6 @@ class ReplicaSet(Membership[ServingReplica]):
             self._balancer.count(self._serving.index(member))
         return stream
 
-    def _submit_replayed(self, request: Request) -> TokenStream:
-        """Go on with a request that an earlier router has admitted, behind the outputs that shards have kept of it.
-
-        Raises:
-            ShardFailed: its outputs are lost, and others may be computed in their place.
-        """
-        sequence = self._sequence_of(request)
-        stream = TokenStream(request, cancel=lambda: None)
-        outputs = self._kept.claim(request.output_key)
-        if outputs is None or outputs.num_before != len(request.output_ids) or request.beams is not None:
-            if request.was_begun and request.beams is None and not is_repeatable(self._info):
-                raise ShardFailed("the shards that have begun the answer are lost, and others may go on differently")
-            for member in self._serving:
-                member.engine.held.drop(request.output_key)
-            self._adopt_replayed(sequence, stream)
-            self._kept.count(TakenUp.RECOMPUTED)
-            return stream
-        stream.record(outputs.steps)
-        if outputs.is_finished:
-            self._kept.count(TakenUp.ENDED)
-            return stream
-        sequence.output_ids += [token_id for each in outputs.steps for token_id in each.generation.tokens.ids]
-        sequence.mirostat_mu = outputs.mirostat_mu
-        self._kept.count(self._go_on(sequence, stream))
-        return stream
-
-    def _go_on(self, sequence: Sequence, stream: TokenStream) -> TakenUp:
-        """Let a sequence go on in its row, or else compute its tokens again."""
-        for member in self._serving:
-            row = member.engine.held.claim(sequence)
-            if row is not None:
-                self._newest = sequence.request, member
-                member.engine.go_on(sequence, stream, row)
-                return TakenUp.HELD
-        sequence.num_repeated = sequence.num_known - 1 if sequence.output_ids else 0
-        self._adopt_replayed(sequence, stream)
-        return TakenUp.RESUMED
-
     def _adopt_replayed(self, sequence: Sequence, stream: TokenStream) -> None:
         """As `_adopt`; siblings stay together."""
         sibling = self._replica_of_sibling(sequence.request)
@@ -162,18 +115,6 @@ class ReplicaSet(Membership[ServingReplica]):
         member = self._adopt(sequence, stream)
         if member is not None:
             self._newest = sequence.request, member
-
-    def replays_begun(self, journals: Collection[str]) -> None:
-        """See Inference."""
-        self._kept.begin(journals)
-
-    def replay_ended(self, journal: str) -> None:
-        """See Inference."""
-        self._kept.end(journal)
-
-    def release_outputs(self, keys: Iterable[str]) -> None:
-        """See Inference."""
-        self._releases.add(keys)
 
     def check_room(self, incoming: Request) -> None:
         """Ask admission about a request before its prompt is known; raises as `submit`, except InvalidRequest."""

@@ -73,7 +73,7 @@ class _Run:
     """Jobs while they run: `ended` is done once all have, or one has failed."""
 
     def __init__(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], take: Take) -> None:
-        """Listen to the streams from now on."""
+        """Listen to the streams from now on; raises what `take` does, where there is something of an earlier router."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.endings: dict[int, GeneratedText] = {}  # by place
         self._jobs = jobs
@@ -92,17 +92,11 @@ class _Run:
         recorded = [stream.take_recorded() for stream in streams]
         now = time.monotonic()
         for place, generation in in_step_order(recorded):
-            if self.ended.done():
-                return
             job = jobs[place]
             if job.latest_token is None:
                 self._note_cached(job, streams[place])
             job.latest_token = now
-            try:
-                self._give(place, generation)
-            except Exception as error:  # as for a listener
-                self.ended.set_exception(error)
-                return
+            self._give(place, generation)
 
     def _note_cached(self, job: GenerationJob, stream: TokenStream) -> None:
         """Note the cached tokens of a prompt with the first token: a fact, which also says that there was one."""
