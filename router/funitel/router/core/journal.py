@@ -5,10 +5,24 @@ reads them, and renders the same bytes again.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")  # of JSON
+
+KEY = "key"  # of the facts: the key of the request
+EARLIER = "funitel.earlier"  # in a request's scope: the facts that an earlier router has left of it
+
+
+def earlier_facts(scope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The facts that an earlier router has left of the request of a scope; none where it has left no request."""
+    found: Mapping[str, Any] = scope.get(EARLIER) or {}
+    return found
+
+
+def is_replayed(scope: Mapping[str, Any]) -> bool:
+    """Whether an earlier router has begun to answer the request of a scope: it was admitted there."""
+    return KEY in earlier_facts(scope)
 
 
 class RequestJournal:

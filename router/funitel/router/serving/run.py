@@ -143,11 +143,12 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
     journal = request_context.current().journal
     paying = charged(
         *(account, model, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)),
-        was_admitted=journal.is_replayed,
+        journal=journal,
     )
     async with paying:
         for job in jobs:
             job.arrived.consume_reservation()
+        journal.flush()  # what the prompts depend on, before shards keep outputs for them
         async with AsyncExitStack() as stack:
             for job in jobs:
                 if journal.key:

@@ -6,6 +6,7 @@ Knows no route: a producer writes records or complete frames, and the route shap
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -14,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router.core import request_context
-from funitel.router.core.journal import UNKEPT
+from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.transport.kept_answer import JOURNAL
+from funitel.router.transport.kept_connection import HEAD
 from funitel.router.transport.memory_budget import CLIENT
 from funitel.router.transport.sse_frames import Event, frame
 from funitel.router.transport.stream_writer import DIRECT, StreamWriter
@@ -25,6 +27,7 @@ T = TypeVar("T")
 Put = Callable[[Event], None]  # sends an event, now or once the client reads again
 Producer = Callable[[Put], Awaitable[None]]
 
+FAILURE = "failure"  # of the journal: events before the error that ends a stream, and the frame of that
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -67,6 +70,10 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class _FailedEarlier(FunitelError):
+    """An earlier router has ended the stream here, with an error."""
 
 
 async def _end(*tasks: "asyncio.Future[Any]") -> None:
@@ -120,7 +127,7 @@ class EventStream(Response):
         direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
         writer = StreamWriter(send, direct, self.raw_headers, client, self._frame, journal)
         try:
-            await run_until_disconnect(receive, self._run(writer))
+            await run_until_disconnect(receive, self._run(writer, journal))
         except Cancelled as error:
             if not writer.is_ended:  # else the server ends the connection, which looks the same
                 request_context.current().error = error
@@ -128,28 +135,41 @@ class EventStream(Response):
         finally:
             writer.abandon()
 
-    async def _run(self, writer: StreamWriter) -> None:
+    async def _run(self, writer: StreamWriter, journal: RequestJournal) -> None:
         keep_alive = asyncio.ensure_future(writer.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
-            await self._produce(writer)
+            await self._produce(writer, journal)
             await writer.end(DONE if self._done else b"")
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, writer: StreamWriter) -> None:
+    async def _produce(self, writer: StreamWriter, journal: RequestJournal) -> None:
+        has_failed = journal.knows(FAILURE)
         try:
-            await self._producer(writer.write)
+            await self._producer(partial(_write_until_failure, writer, journal) if has_failed else writer.write)
+            if has_failed:
+                raise _FailedEarlier("this stream has failed")
         except FunitelError as error:
-            if not writer.is_started:
+            if not writer.is_started and not journal.knows(HEAD):
                 raise
-            self._fail(writer, error)
+            self._fail(writer, error, journal)
         except Exception:
-            if not writer.is_started:
+            if not writer.is_started and not journal.knows(HEAD):
                 raise
             logger.exception("a stream failed")
-            self._fail(writer, FunitelError("internal error"))
+            self._fail(writer, FunitelError("internal error"), journal)
 
-    def _fail(self, writer: StreamWriter, error: FunitelError) -> None:
-        """End a stream that has begun with an error."""
+    def _fail(self, writer: StreamWriter, error: FunitelError, journal: RequestJournal) -> None:
+        """End a stream that has begun with an error: the one that an earlier router has ended it with, if one has."""
         request_context.current().error = error
-        writer.write(self._error_event(error))
+        frame = self._frame(self._error_event(error)).decode()
+        _, frame = journal.draw(FAILURE, lambda: (writer.num_events, frame))
+        writer.write(frame.encode())
+
+
+def _write_until_failure(writer: StreamWriter, journal: RequestJournal, event: Event) -> None:
+    """Write an event unless an earlier router has ended the stream with an error before it."""
+    num_events, _ = journal.draw(FAILURE, lambda: (0, ""))
+    if writer.num_events >= num_events:
+        raise _FailedEarlier("this stream has failed")
+    writer.write(event)

@@ -17,6 +17,7 @@ from funitel.router.api.responses.truncation import Shortened, prepare_longest
 from funitel.router.auth.accounts import Account
 from funitel.router.chat.parts import Part
 from funitel.router.chat.run import PreparedChat, prepare_chat
+from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import Put
@@ -119,8 +120,10 @@ class Answering:
 
     async def _work(self, chat: PreparedChat, account: Account | None) -> None:
         """Make the response; a drain waits for it, and it counts as a request of its account."""
+        was_admitted = request_context.current().journal.is_replayed
         try:
-            with self._service.drain.admitted(), nullcontext() if account is None else account.prolonged():
+            running = nullcontext() if account is None else account.prolonged()
+            with self._service.drain.admitted(was_admitted=was_admitted), running:
                 await self.stream(chat, lambda _event: None)
         except FunitelError as error:
             if self.builder.response.status == "queued":
