@@ -40,6 +40,9 @@ class FakeCharges:
         self._number += 1
         return f"id-{self._number}"
 
+    def has_made(self, id: str) -> bool:
+        return id.startswith("id-")
+
     async def reserve(self, reservation: QuotaReservation) -> None:
         if self.error is not None:
             raise self.error

@@ -47,8 +47,11 @@ class RequestJournal:
         """Hand new facts to the keeper. To be called before bytes that depend on them are written."""
 
     def output_key(self) -> str:
-        """The key under which shards keep the outputs of the next sequence of the request."""
+        """The key under which shards keep the outputs of the next sequence of the request; empty: they keep none."""
         return ""
+
+    def keep_no_outputs(self) -> None:
+        """The answer depends on no output of a shard."""
 
 
 class KeptJournal(RequestJournal):
@@ -71,6 +74,8 @@ class KeptJournal(RequestJournal):
         self._put = put
         self._fresh: dict[str, Any] = {}  # not handed to the keeper yet
         self._num_outputs = 0
+        self._keeps_outputs = True
+        self._is_done = False
         self._num_drawn: Counter[str] = Counter()
 
     def draw(self, name: str, make: Callable[[], T]) -> T:
@@ -92,17 +97,24 @@ class KeptJournal(RequestJournal):
 
     def flush(self) -> None:
         """See RequestJournal."""
-        if self._fresh:
+        if self._fresh and not self._is_done:
             fresh, self._fresh = self._fresh, {}
             self._put(fresh)
 
+    def keep_no_outputs(self) -> None:
+        """See RequestJournal."""
+        self._keeps_outputs = False
+
     def output_key(self) -> str:
         """See RequestJournal."""
+        if not self._keeps_outputs:
+            return ""
         self._num_outputs += 1
         return f"{self.key}/{self._num_outputs}"
 
     def done(self) -> None:
-        """Call what waits for the end of the answer."""
+        """Call what waits for the end of the answer; later facts, of work that goes on behind it, are not kept."""
+        self._is_done = True
         calls, self.on_done = self.on_done, []
         for call in calls:
             call()

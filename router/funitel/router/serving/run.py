@@ -151,8 +151,8 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
         journal.flush()  # what the prompts depend on, before shards keep outputs for them
         async with AsyncExitStack() as stack:
             for job in jobs:
-                if journal.key:
-                    job.request = replace(job.request, output_key=journal.output_key())
+                if key := journal.output_key():
+                    job.request = replace(job.request, output_key=key)
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
             jobs[0].arrived.submitted.set()
             with _listed(jobs[0], streams):

@@ -106,6 +106,8 @@ class Answering:
         Raises: as `prepare_chat`, Overloaded when the engine does not take it, and QuotaExceeded.
         """
         chat = await self.prepare(arrived)
+        if not self._body.stream:
+            request_context.current().journal.keep_no_outputs()
         for event in self.builder.queued():
             self._note(event)
         self._run = self._store.runs.start(self._work(chat, arrived.account))
