@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import pytest
 from encoders import CLASSES, EMBEDS, RANKS, FakeEncoder
-from fakes import FakeEngine, Serve, write_model
+from fakes import FakeEngine, Serve, eventually, write_model
 from scripted_chat import CALL, HERMES, WIDE
 from starlette.types import ASGIApp, Message, Scope
 
@@ -349,6 +349,39 @@ async def test_an_error_behind_an_early_head_ends_the_stream(serve: Serve) -> No
     assert b"gone" in found.chunks[0]
     assert client_.facts[FAILURE][0] == 0
     assert not client_.reason
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate_stream", native(details=True)),
+        ("/v1/chat/completions", stream(CHAT, **COUNTED)),
+        ("/v1/messages", stream(MESSAGES)),
+        ("/v1/responses", stream({"input": "Hi"})),
+    ],
+)
+@pytest.mark.parametrize("is_at_once", [False, True])
+async def test_an_answer_that_was_aborted_ends_there_again(
+    serve: Serve, path: str, body: dict[str, Any], *, is_at_once: bool
+) -> None:
+    first, engine = KeptClient(), writes("Hello world, and more", pause=60 if is_at_once else 0.02)
+    async with serve(engine) as client:
+        asking = asyncio.create_task(exchanged(app_of(client), path, body, first))
+
+        async def runs() -> bool:
+            return bool(engine.streams) and (is_at_once or engine.streams[0].num_tokens > 1)
+
+        await eventually(runs, "it runs")
+        ((running,),) = ((await client.get("/v1/requests")).json()["data"],)
+        await client.delete(f"/v1/requests/{running['id']}")
+        expected = await asking
+        num_tokens = engine.streams[0].num_tokens
+    assert (num_tokens == 0) == is_at_once
+    assert num_tokens < 7
+    again = writes("Hello world, and more")
+    async with serve(again) as client:
+        found = await exchanged(app_of(client), path, body, KeptClient(first.facts))
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
-from funitel.proto.step import FinishReason, GeneratedText, Generation
+from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.core.beam_group import BeamEnding
@@ -75,7 +75,10 @@ class _Run:
         self._journal = request_context.current().journal  # events come outside of the request's context
         self._num_jobs = len(jobs)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
-            stream.listen(self._listener(place, job, stream))
+            receive = self._listener(place, job, stream)
+            if self._journal.knows(aborted := _aborted(job)):
+                receive = _aborted_again(job, stream, receive, self._journal.draw(aborted, lambda: 0))
+            stream.listen(receive)
 
     def _listener(self, place: int, job: GenerationJob, stream: TokenStream) -> Listener:
         """Make what takes the events of one job: counts tokens, and observes their latency.
@@ -95,7 +98,7 @@ class _Run:
                 job.num_tokens += num_tokens
                 job.latest_token = now
                 if not num_tokens:
-                    pass  # an abort
+                    journal.draw(_aborted(job), lambda: job.num_tokens)
                 elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
@@ -117,6 +120,30 @@ class _Run:
         self.endings[place] = ending
         if len(self.endings) == self._num_jobs:
             self.ended.set_result(None)
+
+
+def _aborted(job: GenerationJob) -> str:
+    """The fact that the sequence of a job was aborted: after how many tokens."""
+    return f"aborted.{job.request.output_key}"
+
+
+def _aborted_again(job: GenerationJob, stream: TokenStream, receive: Listener, end: int) -> Listener:
+    """Make what takes the events of a sequence that an earlier router has aborted after `end` tokens."""
+    loop = asyncio.get_running_loop()
+    if not end:
+        loop.call_soon(stream.stop)
+
+    def receive_until_end(event: Event, now: float) -> None:
+        if isinstance(event, Generation) and job.num_tokens >= end:
+            if event.finished is None:
+                return
+            ending = replace(event.finished, text="", num_tokens=end, finish_reason=FinishReason.ABORT)
+            event = Generation(event.request_id, Tokens((), (), ()), finished=ending)
+        receive(event, now)
+        if job.num_tokens >= end:
+            loop.call_soon(stream.stop)
+
+    return receive_until_end
 
 
 def _record(
