@@ -109,7 +109,7 @@ class InstantShard:
             block_size=BLOCK_SIZE,
             use_prefix_caching=True,
             step_socket=self._path + SUFFIX,
-            capabilities=frozenset(Capability) - {Capability.STATE_SLOTS},
+            capabilities=frozenset(Capability) - {Capability.STATE_SLOTS, Capability.OUTPUTS, Capability.TAKE_OVER},
         )
         return wire.encode_info(info).SerializeToString()
 

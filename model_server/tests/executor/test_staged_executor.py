@@ -25,6 +25,7 @@ from funitel.model_server.spec.stage_spec import StageSpec, stages_of
 from funitel.proto.errors import InvalidRequest, ShardFailed
 from funitel.proto.step import CachedBatch, Generation, SequenceStart, StepResult, WarmupLimits
 from funitel_testing.executors import BLOCK_SIZE, collect, ids_of, load_executor, run_alone, start
+from funitel_testing.outputs import assert_recorded, keyed
 from funitel_testing.stages import Hidden, QueueLink
 from funitel_testing.threads import Meeting
 from funitel_testing.tiny import save_tiny
@@ -162,7 +163,7 @@ def test_chunks_of_a_prompt_follow_one_another_without_waiting(stages: Stages) -
 def test_tokens_are_those_of_one_process(stages: Stages, folder: Path, num_batches: int) -> None:
     expected = {each.request_id: run_alone(load_executor(folder), each) for each in sequences()}
     found: dict[int, list[Generation]] = {}
-    running = {batch: sequences()[batch::num_batches] for batch in range(num_batches)}
+    running = {batch: list(map(keyed, sequences()[batch::num_batches])) for batch in range(num_batches)}
     steps = {batch: both(stages, "compute_prefill", batch, starts) for batch, starts in running.items()}
     while steps:
         following = {}
@@ -182,6 +183,7 @@ def test_tokens_are_those_of_one_process(stages: Stages, folder: Path, num_batch
             following[batch] = both(stages, "compute_decode", [kept])
         steps = following
     assert {i: ids_of(each) for i, each in found.items()} == {i: ids_of(each) for i, each in expected.items()}
+    assert_recorded([stages.first, stages.last], found)
     scored = found[3][0].prefill_tokens
     assert scored is not None
     assert scored.logprobs[1:] == pytest.approx(expected[3][0].prefill_tokens.logprobs[1:], abs=1e-4)  # type: ignore[union-attr]
@@ -212,3 +214,19 @@ def test_a_stage_that_lost_the_last_one_fails_what_waits_for_it(stages: Stages) 
             pending.describe()
         with pytest.raises(ShardFailed):
             decoding.result(timeout=SECONDS)
+
+
+def test_rows_are_told_once_steps_on_their_way_are_known(stages: Stages) -> None:
+    one, other, *_ = sequences()
+    ahead = [stages.first.compute_prefill(batch, [each], is_ahead=True) for batch, each in enumerate((one, other))]
+    with ThreadPoolExecutor(1) as compute:
+        holding = compute.submit(stages.first.hold)
+        with pytest.raises(TimeoutError):
+            holding.result(timeout=0.2)
+        known = [stages.last.compute_prefill(b, [each], is_ahead=True) for b, each in enumerate((one, other))]
+        for step, told in zip(ahead, known, strict=True):
+            join(step.describe(), told.describe())
+        held = holding.result(timeout=SECONDS)
+    assert held == stages.last.hold()
+    rows = [(row.request_id, row.num_computed, row.num_known) for batch in held for row in batch.rows]
+    assert rows == [(1, 20, 21), (2, 7, 8)]

@@ -225,7 +225,7 @@ def encode_result(result: StepResult, response: StepResponse, *, in_columns: boo
     if in_columns and not result.memories:
         _encode_columns([generation for generation in generations if generation.is_plain], response.columns)
         generations = tuple(generation for generation in generations if not generation.is_plain)
-    response.generations.extend(map(_encode_generation, generations))
+    response.generations.extend(map(encode_generation, generations))
     if result.batch is not None:
         response.batch.CopyFrom(encode_cached(result.batch))
     response.forward_ns = result.forward_ns
@@ -255,7 +255,7 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
     plain = tuple(_decode_columns(response.columns, vocab_size))
     others = response.generations
     return StepResult(
-        generations=(*(_decode_generation(message, vocab_size) for message in others), *plain),
+        generations=(*(decode_generation(message, vocab_size) for message in others), *plain),
         batch=decode_cached(response.batch) if response.HasField("batch") else None,
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
@@ -315,7 +315,8 @@ def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"token {max(ids)} is not in the vocabulary of {vocab_size}")
 
 
-def _encode_generation(generation: Generation) -> pb.Generation:
+def encode_generation(generation: Generation) -> pb.Generation:
+    """Build the Generation of one sequence in one step."""
     prefill_tokens, finished, top = generation.prefill_tokens, generation.finished, generation.prompt_top
     return pb.Generation(
         request_id=generation.request_id,
@@ -339,7 +340,12 @@ def _encode_finished(finished: GeneratedText) -> pb.GeneratedText:
     )
 
 
-def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
+def decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
+    """Read one Generation; of `vocab_size` 0 tokens are not held against it.
+
+    Raises:
+        ValueError: see `decode_result`.
+    """
     tokens = _decode_tokens(message.tokens)
     if not tokens.ids:
         raise ValueError(f"request {message.request_id} got no token")

@@ -247,7 +247,8 @@ class AsyncSampling:
         result = begun.result(
             batch, active, launch.num_forwards, forward_ns=forward_ns, decode_ns=decode_ns, total_ns=total_ns
         )
-        step.described = ComputedStep(self._output, [one for one in processed if one is not None], result).describe
+        outputs = [one for one in processed if one is not None]
+        step.described = ComputedStep(self._output, outputs, result, begun.number).describe
         for find in step.then:
             find()
 

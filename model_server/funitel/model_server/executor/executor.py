@@ -33,7 +33,7 @@ from funitel.model_server.executor.warmup import Warmup
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.sequence.table import CachedBatches, SequenceState
+from funitel.model_server.sequence.table import CachedBatches, HeldBatches, SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.model_server.speculation.speculator import Speculator
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound, WrongState
@@ -190,6 +190,7 @@ class Executor:
             raise WrongState(f"the shard cannot sleep: {num_rows} sequences are here; finish them, or clear the cache")
         self.batches.clear()
         self._clear_aside()
+        self.output.records.clear()
         self.profiler.free()
 
     def _clear_aside(self) -> None:
@@ -197,6 +198,25 @@ class Executor:
         self.adapters.clear()
         if self.media is not None:
             self.media.clear()
+
+    def hold(self) -> HeldBatches:
+        """All rows, once the steps before are known as far as rows depend on them; another router goes on with them.
+
+        Rows keep the adapters and the features of media that they use. Other features are dropped, as that router does
+        not know of them.
+
+        Raises:
+            InvalidRequest: the rows depend on a call with copies of blocks that has failed; nothing has changed.
+        """
+        return self.sampling.call(False, self._hold)
+
+    def _hold(self) -> HeldBatches:
+        if self.runner.is_in_doubt:
+            raise InvalidRequest("a call with copies of blocks has failed: ClearCache comes next")
+        held = self.batches.hold()
+        if self.media is not None:
+            self.media.clear()
+        return held
 
     def wake(self) -> None:
         """Put the weights back where they were; Warmup comes next. Raises ResourceExhausted: see `SleepState.wake`."""
@@ -272,6 +292,7 @@ class Executor:
                 return RefusedStep(lost)
             undo.pop_all()
         self._change(running, new, updates)
+        self.output.begin_records(new)
         if cached is None:
             batches.clear(batch_id)  # a batch of the same id is replaced
         concat_ns = time.perf_counter_ns() - begin if cached is not None else None
@@ -327,7 +348,9 @@ class Executor:
         except Exception as error:
             self.batches.clear(batch_id)
             raise (self._without_memory(error, active) if is_out_of_memory(error) else error) from None
-        return self.sampling.finish(BegunStep(batch_id, rows, active, begin, concat_ns), computed)
+        return self.sampling.finish(
+            BegunStep(batch_id, rows, active, begin, concat_ns, self.batches.num_steps), computed
+        )
 
     def _without_memory(self, error: Exception, active: Sequence[ActiveRow]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""

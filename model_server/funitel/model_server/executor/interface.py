@@ -76,13 +76,16 @@ class ComputedStep:
     output: OutputProcessor
     processed: Sequence[StepOutput]
     result: StepResult  # without generations
+    number: int  # of the step, see `BegunStep`
 
     def describe(self) -> StepResult:
         """See `PendingStep`."""
         begin = time.perf_counter_ns()
         generations = tuple(map(self.output.describe, self.processed))
-        spent = time.perf_counter_ns() - begin
         result = self.result
+        if self.output.described:
+            self.output.record(self.number, result.memories)
+        spent = time.perf_counter_ns() - begin
         return replace(
             result, generations=generations, decode_ns=result.decode_ns + spent, total_ns=result.total_ns + spent
         )
@@ -90,13 +93,17 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A step of a batch of `rows`, of which `active` take part; its call came at `begin` (performance counter)."""
+    """A step of a batch of `rows`, of which `active` take part; its call came at `begin` (performance counter).
+
+    `number` counts the steps of this process, alike on all ranks.
+    """
 
     batch_id: int
     rows: list[SequenceState]
     active: Sequence[ActiveRow]
     begin: int
     concat_ns: int | None
+    number: int
 
     def result(
         self,

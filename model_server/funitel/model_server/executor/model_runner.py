@@ -49,7 +49,7 @@ class ModelRunner:
         self.cache: KVCache | None = None
         self.host: BlockSlots | None = None
         self._unwritten: set[int] = set()  # slots of this rank's file
-        self._is_in_doubt = False  # a call with copies has failed
+        self.is_in_doubt = False  # a call with copies has failed
         self.scratch_slots: Sequence[int] = ()  # of the state pool, for states before drafts; no sequence's
         self.keeps_forwarded = False  # for a drafter that reads them
         self._forwarded: list[Forwarded] = []
@@ -132,11 +132,11 @@ class ModelRunner:
             is_done = True
             return result
         finally:
-            self._is_in_doubt |= not is_done
+            self.is_in_doubt |= not is_done
 
     def trust(self) -> None:
         """Nothing is planned any more over a call that has failed: the router begins anew."""
-        self._is_in_doubt = False
+        self.is_in_doubt = False
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> tuple[int, ...]:
         """Make copies that were checked, in their order.
@@ -151,14 +151,14 @@ class ModelRunner:
                 self.pool.copy(copy.block, copy.to_block)
                 continue
             has_loads |= copy.is_load
-            if self.host is None or (is_disk and self._is_in_doubt) or not self.host.carry_out(copy):
-                (failed if copy.is_load or self._is_in_doubt else self._unwritten).add(copy.slot)
+            if self.host is None or (is_disk and self.is_in_doubt) or not self.host.carry_out(copy):
+                (failed if copy.is_load or self.is_in_doubt else self._unwritten).add(copy.slot)
             else:
                 self._unwritten.discard(copy.slot)
         if not is_disk or not (has_loads or failed):
             return ()
         lost = self._agreed_on_lost(failed) if has_loads else failed | self._unwritten
-        self._is_in_doubt |= bool(lost)
+        self.is_in_doubt |= bool(lost)
         if lost:
             self._unwritten.clear()
         return tuple(sorted(lost))

@@ -14,6 +14,7 @@ import numpy as np
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatch, TextCodec
+from funitel.model_server.sequence.output_records import OutputRecords, SequenceRecord
 from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.speculation.verify import num_accepted
 from funitel.proto.process import logs
@@ -48,6 +49,8 @@ class OutputProcessor:
         self.codec = codec
         self.parallel = parallel
         self.eos_token_ids = eos_token_ids
+        self.records = OutputRecords()
+        self.described: list[tuple[SequenceRecord, Generation]] = []  # of this step, to be recorded
         self._forces_spans = forces_spans
 
     def with_forced(self, row: SequenceState, token: SampledToken, num_before: int = 0) -> list[SampledToken]:
@@ -125,7 +128,7 @@ class OutputProcessor:
         prompt, prompt_top = None, None
         if row.prompt_top is not None and output.is_first:
             prompt, prompt_top = self._prompt(row)
-        return Generation(
+        generation = Generation(
             request_id=row.request_id,
             tokens=Tokens(
                 tuple(token.id for token in tokens),
@@ -143,6 +146,21 @@ class OutputProcessor:
             finished=_ending(output, pieces[-1]),
             num_accepted=output.num_accepted,
         )
+        if row.record is not None:
+            self.described.append((row.record, generation))
+        return generation
+
+    def begin_records(self, new: Sequence[SequenceState]) -> None:
+        """Begin the records of new rows, where they have output keys."""
+        for row in new:
+            if row.start.output_key:
+                is_own = row.request_id % self.parallel.size == self.parallel.rank
+                row.record = self.records.begin(row.start, is_own=is_own)
+
+    def record(self, step: int, memories: Sequence[tuple[int, float]]) -> None:
+        """Record the generations that were described since the last step; `memories` as in `StepResult`."""
+        described, self.described = self.described, []
+        self.records.add(step, described, memories)
 
     def _finish_reason(self, row: SequenceState, token: SampledToken) -> FinishReason | None:
         """Length first, then end of sequence: TGI's order. The end of a grammar is one that cannot be ignored."""

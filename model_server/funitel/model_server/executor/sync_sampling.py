@@ -136,7 +136,7 @@ class SyncSampling:
         )
         if drafts:
             result = with_drafts(result, drafts, accepted)
-        return ComputedStep(self._output, [one for one in processed if one is not None], result)
+        return ComputedStep(self._output, [one for one in processed if one is not None], result, step.number)
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         """See StepSampling."""

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from google.protobuf.message import DecodeError, Message
+
 from funitel.model_server.device.memory import is_out_of_memory
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.interface import PendingStep
+from funitel.model_server.rpc.call_order import CallOrder
 from funitel.model_server.rpc.compute_threads import Runner, attempt
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
@@ -26,84 +29,20 @@ from funitel.proto.errors import (
     ShardFailed,
     ShardUnsound,
     StepFailed,
+    UnknownBatch,
     WrongState,
 )
+from funitel.proto.step import WarmupResult
+from funitel.proto.takeover import wire as takeover_wire
+from funitel.proto.takeover.state import HeldBatch, NumberedCall, TakeOverState
 
 logger = logging.getLogger(__name__)
-
-# A numbered call is refused when its predecessor is not done after this long: the longest step must fit.
-ORDER_TIMEOUT_SECONDS = 300.0
-MAX_WAITING = 64  # calls; a router has at most two steps in flight, and a few calls that drop rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A call that waits for its turn."""
-
-    begin: Callable[[], None]
-    refuse: Callable[[FunitelError], None]
-    timeout: asyncio.TimerHandle
-
-
-class CallOrder:
-    """Begins numbered calls strictly in order, from 1; any number may be waiting.
-
-    A call is begun when the one before it has *begun*: what they are handed to keeps them in that order.
-    """
-
-    def __init__(self) -> None:
-        self._next = 1
-        self._waiting: dict[int, _Waiting] = {}
-
-    def reset(self) -> None:
-        """Start again from 1: a router has (re)connected. Calls still waiting are refused."""
-        refused, self._waiting = self._waiting, {}
-        self._next = 1
-        for step_seq, waiting in refused.items():
-            waiting.timeout.cancel()
-            waiting.refuse(InvalidRequest(f"step_seq {step_seq} belongs to a numbering that was given up"))
-
-    @property
-    def num_waiting(self) -> int:
-        """Calls that wait for their predecessors."""
-        return len(self._waiting)
-
-    def begin(self, step_seq: int | None, begin: Callable[[], None], refuse: Callable[[FunitelError], None]) -> None:
-        """Call `begin` in the turn of `step_seq`, at once for None.
-
-        `refuse` is called instead, with InvalidRequest, when the number was used already, or its predecessors do not
-        come in time.
-        """
-        if step_seq is None:
-            begin()
-        elif step_seq < self._next or step_seq in self._waiting:
-            refuse(InvalidRequest(f"step_seq {step_seq} was executed already, {self._next} is next"))
-        elif step_seq > self._next and len(self._waiting) >= MAX_WAITING:
-            refuse(InvalidRequest(f"{MAX_WAITING} calls wait for step_seq {self._next}, and {step_seq} came"))
-        elif step_seq > self._next:
-            timeout = asyncio.get_running_loop().call_later(ORDER_TIMEOUT_SECONDS, self._refuse, step_seq)
-            self._waiting[step_seq] = _Waiting(begin, refuse, timeout)
-        else:
-            self._next += 1
-            begin()
-            self._begin_due()
-
-    def _begin_due(self) -> None:
-        while (waiting := self._waiting.pop(self._next, None)) is not None:
-            self._next += 1
-            waiting.timeout.cancel()
-            waiting.begin()
-
-    def _refuse(self, step_seq: int) -> None:
-        waiting = self._waiting.pop(step_seq)
-        waiting.refuse(InvalidRequest(f"step_seq {step_seq} came, {self._next} did not"))
-
 
 T = TypeVar("T")
 R = TypeVar("R")
 Response = TypeVar("Response", pb.PrefillResponse, pb.DecodeResponse)
 Numbered = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest
-Request = Numbered | pb.WarmupRequest | pb.SleepRequest | pb.WakeRequest
+Request = Numbered | pb.WarmupRequest | pb.SleepRequest | pb.WakeRequest | pb.TakeOverRequest
 Q = TypeVar("Q", bound=Request)
 
 
@@ -113,6 +52,11 @@ class ReplyCallbacks(Generic[R]):
 
     answer: Callable[[R], object]
     refuse: Callable[[FunitelError], object]
+
+
+NOWHERE: ReplyCallbacks[object] = ReplyCallbacks(lambda _: None, lambda _: None)
+NOT_NUMBERED = (pb.WarmupRequest, pb.SleepRequest, pb.WakeRequest, pb.TakeOverRequest)
+UNCHANGED = (InvalidRequest, UnknownBatch, WrongState)  # failures of calls that have changed nothing
 
 
 class Dispatcher:
@@ -136,6 +80,15 @@ class Dispatcher:
         self._runner = runner
         self._on_fatal = on_fatal
         self._order = CallOrder()
+        self._numbered: dict[str, tuple[Callable[[bytes], Numbered], Callable[..., None]]] = {
+            "Prefill": (pb.PrefillRequest.FromString, self.prefill),
+            "Decode": (pb.DecodeRequest.FromString, self.decode),
+            "FilterBatch": (pb.FilterBatchRequest.FromString, self.filter_batch),
+            "ClearCache": (pb.ClearCacheRequest.FromString, self.clear_cache),
+        }
+        # For TakeOver, where calls are finished: the last Warmup with its answer, and whether a step has failed since.
+        self._warmed: tuple[bytes, pb.WarmupResponse] | None = None
+        self._has_failed = False
         # When the call that is computed was begun, and when the one that is answered; on the monotonic clock.
         self._begun: int | None = None
         self._answering: int | None = None
@@ -155,30 +108,33 @@ class Dispatcher:
             def refuse(_: FunitelError | None = None) -> None:
                 reply.refuse(failure)
 
-            self._order.begin(_step_seq(request), refuse, refuse)
+            self._order.begin(_step_seq(request), request, refuse, refuse)
 
         attempt(partial(call, request, reply), lambda _: None, fail)
 
     def clear_cache(self, request: pb.ClearCacheRequest, reply: ReplyCallbacks[pb.ClearCacheResponse]) -> None:
         """Drop one or all cached batches; dropping all starts the numbering again."""
-        if request.HasField("id"):
-            batch_id = request.id
-            self._run(
-                _step_seq(request), lambda: self._executor.clear(batch_id), lambda _: pb.ClearCacheResponse(), reply
-            )
-            return
+        batch_id = request.id if request.HasField("id") else None
+
+        def clear() -> None:
+            self._executor.clear(batch_id)
+            if batch_id is None:
+                self._has_failed = False
 
         def answer(response: pb.ClearCacheResponse) -> None:
-            self._order.reset()
+            if batch_id is None:
+                self._order.reset()
             reply.answer(response)
 
-        then = ReplyCallbacks(answer, reply.refuse)
-        self._run(None, self._executor.clear, lambda _: pb.ClearCacheResponse(), then)
+        self._run(
+            request, _step_seq(request), clear, lambda _: pb.ClearCacheResponse(), ReplyCallbacks(answer, reply.refuse)
+        )
 
     def filter_batch(self, request: pb.FilterBatchRequest, reply: ReplyCallbacks[pb.FilterBatchResponse]) -> None:
         """Keep some rows of a cached batch."""
         step_seq = _step_seq(request)
         self._run(
+            request,
             step_seq,
             lambda: self._executor.begin_filter(request.batch_id, request.request_ids, is_ahead=step_seq is not None),
             lambda kept: pb.FilterBatchResponse(batch=wire.encode_cached(kept())),
@@ -189,22 +145,84 @@ class Dispatcher:
         """Size the pool."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
         limits = wire.decode_warmup_limits(request)
-        self._run(None, lambda: self._executor.warmup(starts, limits), wire.encode_warmup_result, reply)
+
+        def warm_up() -> WarmupResult:
+            self._warmed, self._has_failed = None, False
+            return self._executor.warmup(starts, limits)
+
+        def encode(result: WarmupResult) -> pb.WarmupResponse:
+            response = wire.encode_warmup_result(result)
+            self._warmed = _identity(request), response
+            return response
+
+        self._run(request, None, warm_up, encode, reply)
 
     def sleep(self, request: pb.SleepRequest, reply: ReplyCallbacks[pb.SleepResponse]) -> None:
         """Give memory back until `wake`; refused while calls wait for their turn: there is a step behind them."""
         if waiting := self._order.num_waiting:
             raise WrongState(f"the shard cannot sleep: {waiting} calls wait for their turn")
-        self._run(
-            None,
-            lambda: self._executor.sleep(request.level),
-            lambda freed: pb.SleepResponse(freed_bytes=freed),
-            reply,
-        )
+
+        def sleep() -> int:
+            freed = self._executor.sleep(request.level)
+            self._warmed = None
+            return freed
+
+        self._run(request, None, sleep, lambda freed: pb.SleepResponse(freed_bytes=freed), reply)
 
     def wake(self, request: pb.WakeRequest, reply: ReplyCallbacks[pb.WakeResponse]) -> None:
         """Put back what sleep took away, but for the pool."""
-        self._run(None, self._executor.wake, lambda _: pb.WakeResponse(), reply)
+        self._run(request, None, self._executor.wake, lambda _: pb.WakeResponse(), reply)
+
+    def look(self) -> pb.TakeOverResponse:
+        """The number of the newest numbered call that was begun, and the newest calls. From any thread, at once.
+
+        From here on no other is begun, until `take_over` or `clear_cache`: calls of an earlier router may still come.
+        """
+        last, latest = self._order.look()
+        calls = (NumberedCall(seq, _method(call), call.SerializeToString()) for seq, call in latest)
+        return takeover_wire.encode_state(TakeOverState(last, tuple(calls)))
+
+    def take_over(self, request: pb.TakeOverRequest, reply: ReplyCallbacks[pb.TakeOverResponse]) -> None:
+        """Begin the calls that are missing here, and tell another router of all rows once every call is finished.
+
+        Calls that wait for their turn are given up. All that happens too if the router is refused then; it may clear
+        the cache, and no rank waits for another meanwhile.
+
+        Raises:
+            InvalidRequest: calls are missing that cannot be made here; nothing was begun. Or, as the answer: rows are
+                not such that another router can go on with them.
+        """
+        missing = [(each, *self._parsed(each)) for each in takeover_wire.decode_missing(request)]
+        self._order.check_missing([each.step_seq for each, _, _ in missing])
+        self._order.open()
+        self._order.give_up()
+        for _, call, message in missing:
+            self.make(call, message, NOWHERE)
+        last, wanted = self._order.skip_ahead(), _identity(request.warmup)
+
+        def encode(batches: tuple[HeldBatch, ...]) -> pb.TakeOverResponse:
+            if self._warmed is None:
+                raise InvalidRequest("warmup: there was none here since the shard was started or slept", "warmup")
+            known, warmed = self._warmed
+            if wanted != known:
+                raise InvalidRequest("warmup: the last one here was another", "warmup")
+            if self._has_failed:
+                raise InvalidRequest("a step has failed here: ClearCache comes next")
+            response = takeover_wire.encode_state(TakeOverState(last, batches=batches))
+            response.warmup.CopyFrom(warmed)
+            return response
+
+        self._run(request, None, self._executor.hold, encode, reply)
+
+    def _parsed(self, call: NumberedCall) -> tuple[Callable[..., None], Numbered]:
+        try:
+            parse, make = self._numbered[call.method]
+            message = parse(call.payload)
+        except (KeyError, DecodeError):
+            raise InvalidRequest(f"missing: call {call.step_seq} is no message of {call.method!r}", "missing") from None
+        if not message.HasField("step_seq") or message.step_seq != call.step_seq:
+            raise InvalidRequest(f"missing: call {call.step_seq} has another number", "missing")
+        return make, message
 
     def prefill(self, request: pb.PrefillRequest, reply: ReplyCallbacks[pb.PrefillResponse]) -> None:
         """Take a batch in and run one step."""
@@ -213,6 +231,7 @@ class Dispatcher:
         rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
         step_seq, batch_id = _step_seq(request), request.batch.id
         self._run(
+            request,
             step_seq,
             lambda: self._executor.compute_prefill(
                 batch_id, starts, cached, rows, copies, is_ahead=step_seq is not None
@@ -227,6 +246,7 @@ class Dispatcher:
         rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
         step_seq = _step_seq(request)
         self._run(
+            request,
             step_seq,
             lambda: self._executor.compute_decode(cached, rows, copies, is_ahead=step_seq is not None),
             lambda step: _encoded(step, pb.DecodeResponse(), request.takes_columns),
@@ -234,28 +254,47 @@ class Dispatcher:
         )
 
     def _run(
-        self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: ReplyCallbacks[R]
+        self,
+        request: Request,
+        step_seq: int | None,
+        call: Callable[[], T],
+        encode: Callable[[T], R],
+        reply: ReplyCallbacks[R],
     ) -> None:
         """Run `call` on the compute thread in its turn, then `encode` on its result where the runner does that."""
 
         def compute() -> T:
-            self._begun = time.monotonic_ns()
+            self._begun, is_sound = time.monotonic_ns(), False
             try:
-                return call()
+                result = call()
+                is_sound = True
+                return result
+            except UNCHANGED:
+                is_sound = True
+                raise
             finally:
                 self._begun = None
+                if not is_sound:
+                    self._has_failed = True
 
         def finish(computed: T) -> R:
-            self._answering = time.monotonic_ns()
+            self._answering, is_sound = time.monotonic_ns(), False
             try:
-                return encode(computed)
+                result = encode(computed)
+                is_sound = True
+                return result
+            except UNCHANGED:
+                is_sound = True
+                raise
             finally:
                 self._answering = None
+                if not is_sound:
+                    self._has_failed = True
 
         def fail(error: Exception) -> None:
             reply.refuse(self._failure(error))
 
-        self._order.begin(step_seq, lambda: self._runner.run(compute, finish, reply.answer, fail), fail)
+        self._order.begin(step_seq, request, lambda: self._runner.run(compute, finish, reply.answer, fail), fail)
 
     def _failure(self, error: Exception) -> FunitelError:
         """The error that a caller gets for an exception; a fatal one is reported here."""
@@ -273,9 +312,18 @@ class Dispatcher:
 
 
 def _step_seq(request: Request) -> int | None:
-    if isinstance(request, pb.WarmupRequest | pb.SleepRequest | pb.WakeRequest) or not request.HasField("step_seq"):
+    """The number of a call; None for one that is not numbered. To drop all batches is not: numbers start again then."""
+    if isinstance(request, NOT_NUMBERED) or not request.HasField("step_seq"):
         return None
-    return request.step_seq
+    return None if isinstance(request, pb.ClearCacheRequest) and not request.HasField("id") else request.step_seq
+
+
+def _method(call: Message) -> str:
+    return type(call).__name__.removesuffix("Request")
+
+
+def _identity(warmup: pb.WarmupRequest) -> bytes:
+    return warmup.SerializeToString(deterministic=True)
 
 
 def _encoded(step: PendingStep, response: Response, in_columns: bool) -> Response:

@@ -27,6 +27,7 @@ from funitel.proto.process.private_socket import keeping_private
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.step import MediaInput, ShardInfo
 from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BYTES
+from funitel.proto.takeover import wire as takeover_wire
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,21 @@ class Servicer(ShardServicer):
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         """Size the pool."""
         return await self._answer(context, self._dispatcher.warmup, request)
+
+    async def Outputs(self, request: pb.OutputsRequest, context: Context) -> pb.OutputsResponse:
+        """Tell the outputs that are kept, on a thread of its own; steps go on meanwhile."""
+        return await self._aside(context, lambda: takeover_wire.encode_outputs(self._executor.output.records.outputs()))
+
+    async def ReleaseOutputs(self, request: pb.ReleaseOutputsRequest, context: Context) -> pb.ReleaseOutputsResponse:
+        """Forget outputs."""
+        self._executor.output.records.release(request.output_keys)
+        return pb.ReleaseOutputsResponse()
+
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Context) -> pb.TakeOverResponse:
+        """Tell what an earlier router has left here; where the call only looks, at once and beside the steps."""
+        if request.only_looks:
+            return self._dispatcher.look()
+        return await self._answer(context, self._dispatcher.take_over, request)
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
         """Give the pool back, and what weights take on a GPU."""

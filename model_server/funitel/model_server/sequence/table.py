@@ -14,8 +14,13 @@ from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
 from funitel.model_server.sequence.media_plan import MediaPlan
+from funitel.model_server.sequence.output_records import SequenceRecord
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart, StateSave
+from funitel.proto.takeover.state import HeldBatch, HeldRow
+
+HeldBatches = tuple[HeldBatch, ...]
+"""All batches of a shard, as another router is told of them."""
 
 
 class Gain(Protocol):
@@ -58,6 +63,7 @@ class SequenceState:
     counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
     adapter: PlacedAdapter | None = None
     media: MediaPlan | None = None  # None: the prompt is text
+    record: SequenceRecord | None = None  # of its outputs; None: they are not kept, or another rank does
 
     @property
     def request_id(self) -> int:
@@ -176,7 +182,7 @@ class CachedBatches:
         self.max_prefill_tokens = max_prefill_tokens
         self.table = SequenceTable(max_blocks=1)
         self._rows: dict[int, list[SequenceState]] = {}
-        self._num_steps = 0  # begun
+        self.num_steps = 0  # begun
         # Batches that ended in the step before, with their requests, and how many steps had begun then.
         self._ended: dict[int, tuple[frozenset[int], int]] = {}
         self.num_ended_steps = 1  # in so many steps a batch counts as one that ended in the step before
@@ -209,8 +215,8 @@ class CachedBatches:
     def put(self, batch_id: int, rows: list[SequenceState]) -> None:
         """A step begins: these are the rows of a batch now, and what ended in the step before is forgotten."""
         self._rows[batch_id] = rows
-        self._num_steps += 1
-        oldest = self._num_steps - self.num_ended_steps
+        self.num_steps += 1
+        oldest = self.num_steps - self.num_ended_steps
         if self._ended:
             self._ended = {i: ended for i, ended in self._ended.items() if ended[1] > oldest and i != batch_id}
 
@@ -231,7 +237,7 @@ class CachedBatches:
 
     def mark_ended(self, batch_id: int, rows: Sequence[SequenceState]) -> None:
         """Take a batch of these rows for the one that ended in the step before."""
-        self._ended[batch_id] = frozenset(row.request_id for row in rows), self._num_steps
+        self._ended[batch_id] = frozenset(row.request_id for row in rows), self.num_steps
 
     def forget_ended(self) -> None:
         """No batch ended in the step before."""
@@ -263,6 +269,23 @@ class CachedBatches:
             self._ended = {}
         for known in list(self._rows) if batch_id is None else [batch_id]:
             self.table.release(self._rows.pop(known, []))
+
+    def hold(self) -> HeldBatches:
+        """All batches with what the router that made them knows of their rows."""
+        self.before_use(None)
+        return tuple(HeldBatch(batch_id, tuple(map(self._held, rows))) for batch_id, rows in self._rows.items())
+
+    def _held(self, row: SequenceState) -> HeldRow:
+        start, blocks = row.start, tuple(self.table.block_table(row).tolist())
+        return HeldRow(
+            row.request_id,
+            start.output_key,
+            blocks,
+            row.num_cached,
+            len(row.tokens),
+            start.state_slot,
+            start.adapter_id,
+        )
 
     def describe(self, batch_id: int) -> CachedBatch:
         """What the router is told of a batch."""
