@@ -313,6 +313,24 @@ async def test_what_prompts_depend_on_is_kept_before_they_are_queued(serve: Serv
     assert found.status == 200, found.chunks
 
 
+async def test_each_call_of_each_choice_has_an_id_of_its_own(serve: Serve, model: Path) -> None:
+    write_model(model, chat_template=HERMES)
+    async with serve(writes(TWO_CALLS)) as client:
+        body = CHAT | {"tools": [TOOL], "n": 2}
+        found = await exchanged(app_of(client), "/v1/chat/completions", body, KeptClient())
+    choices = json.loads(b"".join(found.chunks))["choices"]
+    assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 4
+
+
+async def test_shards_keep_no_outputs_for_what_goes_on_behind_its_answer(serve: Serve) -> None:
+    engine = FakeEngine()
+    async with serve(engine) as client:
+        body = {"input": "Hi", "background": True}
+        found = await exchanged(app_of(client), "/v1/responses", body, KeptClient())
+        assert found.status == 200
+    assert [each.output_key for each in engine.requests] == [""]
+
+
 # Errors
 
 
@@ -493,11 +511,11 @@ def encoding(serve: Serve, tmp_path: Path) -> Any:
     word_tokenizer().save(str(tmp_path / "tokenizer.json"))
 
     @asynccontextmanager
-    async def serving(fake: FakeEncoder) -> AsyncIterator[ASGIApp]:
+    async def serving(fake: FakeEncoder, **settings: Any) -> AsyncIterator[ASGIApp]:
         async def connect(settings: RouterSettings, metrics: Metrics) -> Any:
             return start_encoder([(ReplicaAddress(0, "unix:///encoder-0"), fake)], settings, metrics)  # type: ignore[list-item]
 
-        async with serve(FakeEngine(), connect=connect, shard_return_timeout=0) as client:
+        async with serve(FakeEngine(), connect=connect, shard_return_timeout=0, **settings) as client:
             yield app_of(client)
 
     return serving
@@ -524,6 +542,23 @@ async def test_an_encoder_answers_the_same_again(encoding: Any, facts: Any, path
         found = await exchanged(app, path, body, KeptClient(first.facts))
     assert found.chunks == expected.chunks
     assert found.without(*SPEEDS) == expected.without(*SPEEDS)
+
+
+async def test_a_full_encoder_does_not_refuse_what_was_admitted(encoding: Any) -> None:
+    fake, path, body = FakeEncoder(), "/embed", {"inputs": "the sea"}
+    async with encoding(fake, max_concurrent_requests=1) as app:
+        fake.pause.clear()
+        running = asyncio.create_task(exchanged(app, path, body, KeptClient()))
+
+        async def runs() -> bool:
+            return bool(fake.batches)
+
+        await eventually(runs, "it runs")
+        admitted = asyncio.create_task(exchanged(app, path, body, KeptClient({KEY: "a"})))
+        refused = await exchanged(app, path, body, KeptClient())
+        fake.pause.set()
+        statuses = [(await running).status, (await admitted).status, refused.status]
+    assert statuses == [200, 200, 429]
 
 
 # No fact is drawn elsewhere

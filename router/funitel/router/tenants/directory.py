@@ -107,7 +107,7 @@ class TenantUse:
         )
         is_reserved = self.user.limits.is_monthly or self.key_limits.is_monthly
         if is_reserved and not journal.knows(f"reserved.{charge.id}"):
-            await charges.reserve(reservation)  # of one that was written and whose answer was lost, the same again
+            await charges.reserve(reservation)  # if it was written and the answer was lost, the control plane knows it
             journal.draw(f"reserved.{charge.id}", lambda: True)
         is_refused = False
         try:
