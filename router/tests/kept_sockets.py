@@ -96,7 +96,9 @@ class KeptSockets:
         """Let a router take the connection; raises Lost where that cannot be."""
         self._router = OneRouter(self.journals, self._accepted.close)
         sock = self._accepted.dup()
-        requests = [JournalledRequest(each.number, each.raw, dict(each.facts)) for each in self.journals.requests.values()]
+        requests = [
+            JournalledRequest(each.number, each.raw, dict(each.facts)) for each in self.journals.requests.values()
+        ]
         kept = KeptSocket(1, 0, sock, self.journals.settled, requests, self.journals.partial)
         try:
             journal, _ = journal_of(kept, cast(Any, self._router))
@@ -183,4 +185,3 @@ async def kept_sockets(
                 found.connection.transport.abort()
                 await found._is_gone()
             accepted.close()
-

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from funitel.router.core.journal import UNKEPT, KeptJournal
+from funitel.router.core.journal import EARLIER, KEY, UNKEPT, KeptJournal, earlier_facts, is_replayed
 
 
 def test_a_request_that_is_not_kept_draws_anew() -> None:
@@ -44,3 +44,39 @@ def test_what_waits_for_the_end_of_an_answer_is_called_once_even_if_it_comes_lat
     assert called == ["early", "late"]
     UNKEPT.when_done(lambda: called.append("never"))
     assert called == ["early", "late"]
+
+
+def test_facts_of_one_name_are_drawn_in_order() -> None:
+    put: list[dict[str, Any]] = []
+    journal = KeptJournal("a", {}, put.append)
+    values = iter((3, 4))
+    assert [journal.draw_next("seed", lambda: next(values)) for _ in range(2)] == [3, 4]
+    journal.flush()
+    again = KeptJournal("a", put[0], put.append)
+    assert [again.draw_next("seed", lambda: 9) for _ in range(3)] == [3, 4, 9]
+
+
+def test_shards_keep_no_outputs_of_an_answer_that_depends_on_none() -> None:
+    journal = KeptJournal("a", {}, lambda _: None)
+    journal.keep_no_outputs()
+    UNKEPT.keep_no_outputs()
+    assert journal.output_key() == ""
+
+
+def test_nothing_is_handed_over_once_the_answer_was_given() -> None:
+    put: list[dict[str, Any]] = []
+    journal = KeptJournal("a", {}, put.append)
+    ended: list[str] = []
+    journal.on_done.append(lambda: ended.append("a"))
+    journal.done()
+    journal.done()
+    journal.draw("late", lambda: 1)
+    journal.flush()
+    assert (put, ended) == ([], ["a"])
+
+
+def test_a_scope_says_what_an_earlier_router_has_left() -> None:
+    assert not is_replayed({})
+    assert not is_replayed({EARLIER: {}})
+    assert is_replayed({EARLIER: {KEY: "a"}})
+    assert earlier_facts({EARLIER: {KEY: "a"}}) == {KEY: "a"}

@@ -50,6 +50,18 @@ async def test_100_requests_for_one_model_are_one_load(tmp_path: Path) -> None:
         assert [each["model"] for each in await fleet.control.heard("/v1/fleet/attached", 2)] == ["warm", "cold"]
 
 
+async def test_what_another_router_has_admitted_waits_with_however_many_and_without_a_wait(tmp_path: Path) -> None:
+    async with fake_fleet(tmp_path, prepare=registered("cold"), wait_for_load=0) as fleet:
+        models = fleet.app.state.models
+        model, loads = models._models["cold"], Loads(models, fleet.app.state.control, 0.0)
+        asked = [asyncio.ensure_future(loads.attached(model, 0, was_admitted=True)) for _ in range(2)]
+        await held(fleet, "cold", 2)
+        fleet.control.load("cold")
+        async with asyncio.timeout(5):
+            assert await asyncio.gather(*asked) == [model.service] * 2
+        await loads.close()
+
+
 async def test_more_than_may_wait_are_refused(tmp_path: Path) -> None:
     async with fake_fleet(tmp_path, prepare=registered("cold"), max_concurrent_requests=3) as fleet:
         asked = [asyncio.create_task(fleet.generate("cold")) for _ in range(3)]

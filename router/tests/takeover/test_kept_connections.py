@@ -577,7 +577,9 @@ async def test_an_answer_that_ends_the_connection_ends_it_in_the_next_router_too
     app = App()
     async with kept_sockets(app) as sockets:
         sockets.journals.loses_release = True  # the router dies before it can say that the connection has ended
-        sockets.client.send(b"POST /%b HTTP/%b\r\nhost: x\r\n%bcontent-length: 4\r\n\r\ntext" % (path, version, headers))
+        sockets.client.send(
+            b"POST /%b HTTP/%b\r\nhost: x\r\n%bcontent-length: 4\r\n\r\ntext" % (path, version, headers)
+        )
         await app.allow(count)
         await has_run(app)
         if path == b"stream":

@@ -1,7 +1,10 @@
 """Keys, users and sessions as the control plane last said: which are found, what they may do, what they pay."""
 
+import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +20,9 @@ from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import SessionSigner
 from funitel.router.auth.access import Access
 from funitel.router.auth.accounts import Account, Accounts, TokenCounts, charged
+from funitel.router.core.journal import KeptJournal
 from funitel.router.telemetry.metrics import Metrics
+from funitel.router.tenants import directory as module
 from funitel.router.tenants.charges import Charges
 from funitel.router.tenants.directory import TenantDirectory, TenantUse
 from funitel.router.tenants.minute_log import MinuteLog
@@ -30,7 +35,8 @@ WALL = 1_800_000_000.0
 class FakeCharges:
     """Notes what is reserved and settled; raises `error` instead of a reservation."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str = "id") -> None:
+        self._router = router
         self.reserved: list[QuotaReservation] = []
         self.settled: list[tuple[Settlement, bool]] = []
         self.error: Exception | None = None
@@ -38,7 +44,10 @@ class FakeCharges:
 
     def new_id(self) -> str:
         self._number += 1
-        return f"id-{self._number}"
+        return f"{self._router}-{self._number}"
+
+    def has_made(self, id: str) -> bool:
+        return id.startswith(f"{self._router}-")
 
     async def reserve(self, reservation: QuotaReservation) -> None:
         if self.error is not None:
@@ -688,6 +697,128 @@ async def test_a_limit_of_a_month_that_comes_while_a_request_runs_does_not_chang
     assert [is_reserved for _, is_reserved in charges.settled] == [False]
     await pay(found(directory), TokenCounts(1, 1), TokenCounts(1, 1))
     assert [is_reserved for _, is_reserved in charges.settled] == [False, True]
+
+
+# Requests that another router takes over
+
+
+LIMITED = {"tokens_per_minute": 99, "requests_per_minute": 1, "max_concurrent_requests": 1}
+MOST, USED = TokenCounts(5, 50), TokenCounts(5, 7)
+
+
+class Killed:
+    """A router that is killed while it answers a request, and the facts that a keeper has of that."""
+
+    def __init__(self, folder: Path, limits: dict[str, Any]) -> None:
+        self.charges = FakeCharges("killed")
+        self.facts: dict[str, Any] = {}
+        self._folder = folder
+        self._state = state(key(limits=limits), prices=PRICES)
+        self._directory = self.directory(self.charges)
+
+    def directory(self, charges: FakeCharges) -> TenantDirectory:
+        """That of one more router."""
+        directory = TenantDirectory(Metrics(), cast(Charges, charges), MinuteLog(self._folder / "minutes"))
+        directory.take(self._state)
+        return directory
+
+    def journal(self, *, is_replayed: bool) -> KeptJournal:
+        return KeptJournal("a", json.loads(json.dumps(self.facts)), self.facts.update, is_replayed=is_replayed)
+
+    @asynccontextmanager
+    async def killed(self, *, was_reserved: bool = True, was_settled: bool = False) -> AsyncIterator[None]:
+        """It lives no more within the block."""
+        journal, account = self.journal(is_replayed=False), found(self._directory)
+        if not was_reserved:
+            self.charges.error = KeyError()
+        async with AsyncExitStack() as alive:
+            alive.enter_context(account.entered(NOW))
+            try:
+                running = AsyncExitStack()
+                await running.enter_async_context(charged(account, "m", lambda: MOST, lambda: USED, journal=journal))
+            except KeyError:
+                account.reserve(MOST.total, NOW)  # it was killed before it had the answer
+            else:
+                journal.flush()
+                if was_settled:
+                    await running.aclose()
+                else:
+                    alive.push_async_exit(running)
+            yield
+
+
+@pytest.mark.parametrize("monthly", [{}, {"tokens_per_month": 9}])
+async def test_a_request_that_is_taken_over_is_charged_once_and_not_refused(
+    tmp_path: Path, monthly: dict[str, Any]
+) -> None:
+    router, charges = Killed(tmp_path, LIMITED | monthly), FakeCharges()
+    async with router.killed():
+        account = found(router.directory(charges))
+        journal = router.journal(is_replayed=True)
+        charges.error = QuotaExceeded("no", "tokens_per_month")  # is not asked
+        with account.entered(time.monotonic(), was_admitted=True):
+            async with charged(account, "m", lambda: MOST, lambda: USED, journal=journal):
+                pass
+        [(settled, is_reserved)] = charges.settled
+        assert (settled.id, is_reserved) == ("killed-1", bool(monthly))
+        assert (settled.requests, settled.prompt_tokens, settled.completion_tokens) == (1, 5, 7)
+        assert [each.id for each in router.charges.reserved] == ["killed-1"] * bool(monthly)
+        assert not router.charges.settled
+        account.reserve(99 - MOST.total, time.monotonic())  # what the killed one had reserved counts, once
+        with pytest.raises(RateLimited):
+            account.reserve(1, time.monotonic())
+
+
+async def test_a_reservation_that_was_not_answered_is_asked_for_again(tmp_path: Path) -> None:
+    router, charges = Killed(tmp_path, {"tokens_per_month": 99}), FakeCharges()
+    async with router.killed(was_reserved=False):
+        account, journal = found(router.directory(charges)), router.journal(is_replayed=True)
+        async with charged(account, "m", lambda: MOST, lambda: USED, journal=journal):
+            pass
+    assert [each.id for each in charges.reserved] == ["killed-1"]  # the control plane knows it if it was written
+    assert [settled.id for settled, _ in charges.settled] == ["killed-1"]
+
+
+async def test_a_request_that_was_charged_is_not_charged_again_while_its_answer_is_sent(tmp_path: Path) -> None:
+    router, charges = Killed(tmp_path, LIMITED | {"tokens_per_month": 99}), FakeCharges()
+    async with router.killed(was_settled=True):
+        account, journal = found(router.directory(charges)), router.journal(is_replayed=True)
+        async with charged(account, "m", lambda: MOST, lambda: USED, journal=journal):
+            pass
+        assert not charges.settled
+        assert not charges.reserved
+        assert [settled.id for settled, _ in router.charges.settled] == ["killed-1"]
+        account.reserve(99 - USED.total, time.monotonic())
+        with pytest.raises(RateLimited):
+            account.reserve(1, time.monotonic())
+
+
+async def test_a_request_that_an_earlier_router_has_not_begun_to_charge_is_charged_here(tmp_path: Path) -> None:
+    router, charges = Killed(tmp_path, LIMITED), FakeCharges()
+    account, journal = found(router.directory(charges)), router.journal(is_replayed=True)
+    async with charged(account, "m", lambda: MOST, lambda: USED, journal=journal):
+        pass
+    assert [settled.id for settled, _ in charges.settled] == ["id-1"]
+    account.reserve(99 - USED.total, time.monotonic())
+    with pytest.raises(RateLimited):
+        account.reserve(1, time.monotonic())
+
+
+async def test_a_request_waits_until_the_tenants_are_known(directory: TenantDirectory) -> None:
+    waiting = asyncio.ensure_future(Accounts(None, None, Metrics(), tenants=directory).known())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    directory.take(state(key()))
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_request_does_not_wait_for_tenants_for_ever(
+    directory: TenantDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KNOWN_SECONDS", 0.01)
+    await directory.known()
+    with pytest.raises(NotReady):
+        directory.check_known()
 
 
 # Records

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizer_kinds import CORPUS, MAKE, tokenizer_of
 
 from funitel.proto.errors import InvalidRequest, Overloaded
+from funitel.router.core.journal import KeptJournal
 from funitel.router.core.request_context import request_context
 from funitel.router.text import encode, encode_pool
 from funitel.router.text.encode import EncodeCalls
@@ -182,6 +183,18 @@ async def test_a1_a_key_with_too_much_that_waits_is_refused(
     many = [asyncio.create_task(encoding_for(tokenizer, b"a")) for _ in range(8)]
     results = await asyncio.gather(*many, encoding_for(tokenizer, b"b"), return_exceptions=True)
     assert [isinstance(result, Overloaded) for result in results] == [False] * 3 + [True] * 5 + [False]
+
+
+async def test_a1_what_another_router_has_admitted_is_not_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_pool, "MAX_WAITING_CHARACTERS", 0)
+    with request_context("id") as context:
+        context.journal = KeptJournal("a", {}, lambda _: None, is_replayed=True)
+        await tokenizer.count(LONG, "inputs")
+        context.journal = KeptJournal("a", {}, lambda _: None)
+        with pytest.raises(Overloaded):
+            await tokenizer.count(LONG, "inputs")
 
 
 async def test_a1_texts_of_clients_that_leave_take_no_process_from_others(tokenizer: Tokenizer) -> None:

@@ -28,6 +28,7 @@ from funitel.router.auth.access import Access
 from funitel.router.auth.meter import LimitReached, Meter, MinuteLimits
 from funitel.router.auth.wrong_keys import WrongKeys
 from funitel.router.core.file_watch import FileWatch
+from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -145,12 +146,18 @@ class Account:
         if self.tenant is not None:
             self.tenant.reserve(num_tokens)
 
-    def settle(self, num_reserved: int, num_prompt: int, num_completion: int, now: float) -> None:
-        """End a reservation: what the request has taken is used."""
-        for meter, _ in self._meters:
-            meter.settle(num_reserved, num_prompt + num_completion, now)
-        if self.tenant is not None:
-            self.tenant.settle(num_reserved, num_prompt + num_completion)
+    def settle(
+        self, num_reserved: int, num_prompt: int, num_completion: int, now: float, *, was_counted: bool = False
+    ) -> None:
+        """End a reservation: what the request has taken is used.
+
+        With `was_counted` there is none: what an earlier router has reserved counts as used.
+        """
+        if not was_counted:
+            for meter, _ in self._meters:
+                meter.settle(num_reserved, num_prompt + num_completion, now)
+            if self.tenant is not None:
+                self.tenant.settle(num_reserved, num_prompt + num_completion)
         self._metrics.count_key_tokens(self.key.name, num_prompt, num_completion)
 
     def restore(self, num_requests: int, num_tokens: int, now: float) -> None:
@@ -225,6 +232,11 @@ class Accounts:
         else:
             logger.info("API keys read again: %d", len(self))
 
+    async def known(self) -> None:
+        """Wait for a while until the keys of users are known."""
+        if self.tenants is not None:
+            await self.tenants.known()
+
     def find(self, tokens: tuple[bytes, ...]) -> Account | None:
         """The account of the first of `tokens` that is a valid key.
 
@@ -271,6 +283,9 @@ class TenantAccounts(Protocol):
     def check_known(self) -> None:
         """Raise NotReady until they are known."""
 
+    async def known(self) -> None:
+        """Wait for a while until they are known."""
+
     def find(self, digest: bytes, now: float) -> Account | None:
         """The account of a key that is valid; raises Forbidden for one that is banned."""
 
@@ -282,6 +297,21 @@ class TenantAccounts(Protocol):
 
     def of_owner(self, owner: str, now: float) -> Account | None:
         """The account of the valid key that things of an owner belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What is charged for some sequences of a request.
+
+    Attributes:
+        id: unique for ever.
+        at: when they were to begin, in Unix seconds.
+        was_counted: an earlier router has reserved their tokens, which count as used within this minute.
+    """
+
+    id: str
+    at: float
+    was_counted: bool
 
 
 class AccountTenant(Protocol):
@@ -314,8 +344,11 @@ class AccountTenant(Protocol):
     def settle(self, num_reserved: int, num_used: int) -> None:
         """Keep for the next router that a reservation has ended."""
 
+    def charge(self, journal: RequestJournal) -> Charge:
+        """What is to be charged next for the request of a journal; of one that is replayed the same as before."""
+
     def paying(
-        self, model: str, most: TokenCounts, used: Callable[[], TokenCounts]
+        self, charge: Charge, model: str, most: TokenCounts, used: Callable[[], TokenCounts], journal: RequestJournal
     ) -> AbstractAsyncContextManager[None]:
         """Write what a request reserves, and by its end what it has used; raises QuotaExceeded, NotReady."""
 
@@ -326,12 +359,12 @@ async def charged(
     model: str,
     most: Callable[[], TokenCounts],
     used: Callable[[], TokenCounts],
-    *,
-    was_admitted: bool = False,
+    journal: RequestJournal = UNKEPT,
 ) -> AsyncIterator[None]:
     """Let the block run if the account has `most` tokens left, and charge what was `used` by its end.
 
-    However it ends: a client that leaves pays for what was computed.
+    However it ends: a client that leaves pays for what was computed. A request that is replayed, by its `journal`, is
+    not refused, and what an earlier router has charged is not charged again.
 
     Raises:
         RateLimited: the tokens are not left of the minute.
@@ -342,14 +375,17 @@ async def charged(
         yield
         return
     reserved = most()
-    account.reserve(reserved.total, time.monotonic(), was_admitted=was_admitted)
     tenant = account.tenant
+    charge = None if tenant is None else tenant.charge(journal)
+    was_counted = charge is not None and charge.was_counted
+    if not was_counted:
+        account.reserve(reserved.total, time.monotonic(), was_admitted=journal.is_replayed)
     try:
         async with AsyncExitStack() as stack:
-            if tenant is not None:
+            if tenant is not None and charge is not None:
                 with account.counting_refusals():
-                    await stack.enter_async_context(tenant.paying(model, reserved, used))
+                    await stack.enter_async_context(tenant.paying(charge, model, reserved, used, journal))
             yield
     finally:
         tokens = used()
-        account.settle(reserved.total, tokens.prompt, tokens.completion, time.monotonic())
+        account.settle(reserved.total, tokens.prompt, tokens.completion, time.monotonic(), was_counted=was_counted)

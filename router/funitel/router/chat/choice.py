@@ -31,14 +31,16 @@ class Choice:
         self,
         job: GenerationJob,
         prompt: ChatPrompt,
+        index: int = 0,
         *,
         top_logprobs: int | None,
         parallel_calls: bool,
         wants_token_ids: bool = False,
     ) -> None:
-        """`top_logprobs` None: no tokens with their log-probabilities are wanted."""
+        """`index`: of the choice in the answer. `top_logprobs` None: no log-probabilities are wanted."""
         self._wants_token_ids = wants_token_ids
         self._job = job
+        self._index = index
         self._wants_tokens = top_logprobs is not None
         self._parallel_calls = parallel_calls
         self._reasoning, self._tools = _parsers(prompt)
@@ -107,8 +109,7 @@ class Choice:
                     yield ToolCallArguments(self._num_calls - 1, piece.delta)
 
     def _new_call_id(self) -> str:
-        name = f"call.{self._job.request.output_key}.{self._num_calls}"
-        return self._journal.draw(name, lambda: f"call_{uuid.uuid4().hex}")
+        return self._journal.draw(f"call.{self._index}.{self._num_calls}", lambda: f"call_{uuid.uuid4().hex}")
 
     @property
     def _is_wanted_call(self) -> bool:

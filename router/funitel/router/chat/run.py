@@ -57,7 +57,7 @@ class PreparedChat:
 
         Leaving early cancels all. An error that ends one choice, or one of `take`, ends all and is raised.
         """
-        choices = self.choices = [self._choice(job) for job in self.jobs]
+        choices = self.choices = [self._choice(job, index) for index, job in enumerate(self.jobs)]
 
         def feed(index: int, generation: Generation) -> None:
             for part in choices[index].feed(generation):
@@ -77,16 +77,17 @@ class PreparedChat:
         each = [
             (job, found) for job, answer in zip(self.jobs, answers, strict=True) for found in completed(job, answer)
         ]
-        whole = [_assembled(self._choice(job), answer) for job, answer in each]
+        whole = [_assembled(self._choice(job, index), answer) for index, (job, answer) in enumerate(each)]
         if len(self.jobs) == 1:
             return whole, answer_headers(self.jobs[0], answers[0])
         return whole, summed_headers(self.jobs, answers)
 
-    def _choice(self, job: GenerationJob) -> Choice:
+    def _choice(self, job: GenerationJob, index: int) -> Choice:
         call = self.call
         return Choice(
             job,
             self.prompt,
+            index,
             top_logprobs=call.sampling.top_n_tokens,
             parallel_calls=call.allows_several_calls,
             wants_token_ids=call.wants_token_ids,

@@ -46,9 +46,12 @@ class Drain:
             call()
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a request while the block runs. Raises ShuttingDown once requests are refused."""
-        if self.refuses:
+    def admitted(self, *, was_admitted: bool = False) -> Iterator[None]:
+        """Count a request while the block runs.
+
+        Raises ShuttingDown once requests are refused; not for one that another router has admitted.
+        """
+        if self.refuses and not was_admitted:
             raise ShuttingDown(SHUTTING_DOWN)
         self.num_running += 1
         try:

@@ -5,10 +5,24 @@ reads them, and renders the same bytes again.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")  # of JSON
+
+KEY = "key"  # of the facts: the key of the request
+EARLIER = "funitel.earlier"  # in a request's scope: the facts that an earlier router has left of it
+
+
+def earlier_facts(scope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The facts that an earlier router has left of the request of a scope; none where it has left no request."""
+    found: Mapping[str, Any] = scope.get(EARLIER) or {}
+    return found
+
+
+def is_replayed(scope: Mapping[str, Any]) -> bool:
+    """Whether an earlier router has begun to answer the request of a scope: it was admitted there."""
+    return KEY in earlier_facts(scope)
 
 
 class RequestJournal:
@@ -38,11 +52,14 @@ class RequestJournal:
         """Hand new facts to the keeper. To be called before bytes that depend on them are written."""
 
     def output_key(self) -> str:
-        """The key under which shards keep the outputs of the next sequence of the request."""
+        """The key under which shards keep the outputs of the next sequence of the request; empty: they keep none."""
         return ""
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call something once nothing of the answer can be needed again; never, of a request that is not kept."""
+
+    def keep_no_outputs(self) -> None:
+        """The answer depends on no output of a shard."""
 
 
 class KeptJournal(RequestJournal):
@@ -66,6 +83,8 @@ class KeptJournal(RequestJournal):
         self._put = put
         self._fresh: dict[str, Any] = {}  # not handed to the keeper yet
         self._num_outputs = 0
+        self._keeps_outputs = True
+        self._is_done = False
         self._num_drawn: Counter[str] = Counter()
 
     def draw(self, name: str, make: Callable[[], T]) -> T:
@@ -87,12 +106,18 @@ class KeptJournal(RequestJournal):
 
     def flush(self) -> None:
         """See RequestJournal."""
-        if self._fresh:
+        if self._fresh and not self._is_done:
             fresh, self._fresh = self._fresh, {}
             self._put(fresh)
 
+    def keep_no_outputs(self) -> None:
+        """See RequestJournal."""
+        self._keeps_outputs = False
+
     def output_key(self) -> str:
         """See RequestJournal."""
+        if not self._keeps_outputs:
+            return ""
         self._num_outputs += 1
         return f"{self.key}/{self._num_outputs}"
 
@@ -104,7 +129,7 @@ class KeptJournal(RequestJournal):
             self._on_done.append(call)
 
     def done(self) -> None:
-        """Call what waits for the end of the answer."""
+        """Call what waits for the end of the answer; later facts, of work that goes on behind it, are not kept."""
         self._is_done = True
         calls, self._on_done = self._on_done, []
         for call in calls:

@@ -30,8 +30,8 @@ from funitel.router.core.stream import Timings
 from funitel.router.encoder.queue import EncoderQueue, QueuedText, Submission
 from funitel.router.engine.step_pipeline import FIRST_FACTOR
 from funitel.router.engine.warmup import admission_of
-from funitel.router.replica_set.failover import MAX_LOSSES
-from funitel.router.replica_set.membership import NONE_LEFT, Membership
+from funitel.router.replica_set.failover import MAX_LOSSES, NONE_LEFT
+from funitel.router.replica_set.membership import Membership
 from funitel.router.replica_set.table import Member, ReplicaAddress, Slot
 from funitel.router.replica_set.weighted_choice import WeightedChoice
 from funitel.router.scheduler.admission import Exceeded, InFlight, Reservation, Reservations
@@ -158,6 +158,7 @@ class EncoderEngine(Membership[EncoderReplica]):
         priority: int = 0,
         deadline: float | None = None,
         reservation: Reservation | None = None,
+        was_admitted: bool = False,
     ) -> Encoded:
         """Encode the texts of one request; leaving early takes back what still waits.
 
@@ -167,6 +168,7 @@ class EncoderEngine(Membership[EncoderReplica]):
             priority: lower is sooner.
             deadline: instant of the monotonic clock.
             reservation: of the request; released, for it counts here from now on.
+            was_admitted: another router has admitted the request: it is not refused for want of places.
 
         Raises:
             Overloaded: there is no place for it, or it would wait longer than its deadline.
@@ -178,7 +180,7 @@ class EncoderEngine(Membership[EncoderReplica]):
         submission = Submission(self._next_id, task, inputs, priority)
         if reservation is not None:
             reservation.release()
-        self._check(submission.num_tokens, deadline, now)
+        self._check(submission.num_tokens, deadline, now, was_admitted=was_admitted)
         self._next_id += 1
         pending = self._pending[submission] = _Pending(submission)
         self._queue.add(submission)
@@ -216,11 +218,13 @@ class EncoderEngine(Membership[EncoderReplica]):
     def _in_flight(self) -> InFlight:
         return InFlight(len(self._pending), 0) + self._reservations.in_flight(b"")
 
-    def _check(self, num_tokens: int, deadline: float | None, now: float) -> None:
+    def _check(self, num_tokens: int, deadline: float | None, now: float, *, was_admitted: bool = False) -> None:
         self._check_open()
         if deadline is not None and deadline <= now:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
+        if was_admitted:
+            return
         admission, queue = self._admission, self._queue
         self._refuse_if(
             admission.exceeded_count(self._in_flight)

@@ -5,6 +5,7 @@ All requests that wait for one model are one load. Event loop only.
 
 import asyncio
 import time
+from math import inf
 
 from funitel.proto.errors import (
     DeadlineExceeded,
@@ -25,6 +26,7 @@ from funitel.router.serving.service import Service
 LOAD = "/v1/fleet/load"
 RETRY_SECONDS = 0.5  # between two attempts to reach the control plane
 REPEAT_SECONDS = 1.0  # after which a load that the control plane has forgotten is asked for again
+ADMITTED_SECONDS = 30.0  # that a request waits at least which another router has admitted
 STALE_SECONDS = 2.0  # that a model may be `failed` after its load was asked for again, before that counts
 
 
@@ -63,13 +65,16 @@ class Loads:
         self._asking: dict[ServedModel, asyncio.Task[None]] = {}
         self._tasks = Tasks()
 
-    async def attached(self, model: ServedModel, max_requests: int, deadline: float | None = None) -> Service:
+    async def attached(
+        self, model: ServedModel, max_requests: int, deadline: float | None = None, *, was_admitted: bool = False
+    ) -> Service:
         """Wait until a model takes requests, and return its service.
 
         Args:
             model: of the table.
             max_requests: that may wait for it at once.
             deadline: of the request, an instant of the monotonic clock.
+            was_admitted: another router has admitted the request: it waits for a while, with however many others.
 
         Raises:
             ModelNotLoaded: it takes longer than a request waits, or loading failed.
@@ -80,15 +85,17 @@ class Loads:
             ShuttingDown: the router drains.
         """
         began = time.monotonic()
-        self._check(model, max_requests)
-        snapshot = self._models.snapshot
-        if self._wait_seconds == 0 or (snapshot is not None and not snapshot.wait):
+        self._check(model, inf if was_admitted else max_requests)
+        snapshot, seconds = self._models.snapshot, self._wait_seconds
+        if was_admitted:
+            seconds = max(seconds, ADMITTED_SECONDS)
+        elif self._wait_seconds == 0 or (snapshot is not None and not snapshot.wait):
             try:
                 await asyncio.shield(self._ask(model))
             finally:
                 self._forget(model)
             raise _not_loaded(model, "is not loaded; its load has begun")
-        end = min(began + self._wait_seconds, began + self._wait_seconds if deadline is None else deadline)
+        end = min(began + seconds, began + seconds if deadline is None else deadline)
         while model.service is None:
             self._ask(model)
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -99,13 +106,13 @@ class Loads:
             except TimeoutError:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise DeadlineExceeded("the model is still being loaded") from None
-                raise _not_loaded(model, f"is not loaded after {self._wait_seconds:g} s") from None
+                raise _not_loaded(model, f"is not loaded after {seconds:g} s") from None
             finally:
                 model.waiting.discard(waiting)
                 self._forget(model)
         return model.service
 
-    def _check(self, model: ServedModel, max_requests: int) -> None:
+    def _check(self, model: ServedModel, max_requests: float) -> None:
         """Raise for what says at once that waiting is of no use."""
         if self._models.drain.refuses:
             raise ShuttingDown(SHUTTING_DOWN)

@@ -12,15 +12,16 @@ from funitel.proto.process import logs
 from funitel.proto.process.logs import Field
 from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
+from funitel.router.core.journal import earlier_facts
 from funitel.router.core.request_context import RequestContext
 from funitel.router.middleware.operation import ModelUse, operation_of, route_of
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.telemetry.recent_requests import EndedRequest
-from funitel.router.transport.kept_answer import client_of
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
+REQUEST_ID_FACT = "request_id"  # of the journal of a request
 CLOSE = (b"connection", b"close")
 _SANE = re.compile(rb"[\w.:/=+@-]{1,128}", re.ASCII)
 # Polled every few seconds: logged at debug level unless they fail.
@@ -78,8 +79,7 @@ def _request_id(scope: Scope) -> str:
     given = [value for name, value in scope["headers"] if name == REQUEST_ID]
     if len(given) == 1 and _SANE.fullmatch(given[0]):
         return str(given[0].decode("ascii"))
-    client = client_of(scope)
-    known = None if client is None else client.facts_of(scope).get("request_id")  # of an earlier router
+    known: str | None = earlier_facts(scope).get(REQUEST_ID_FACT)
     return known or uuid.uuid4().hex
 
 

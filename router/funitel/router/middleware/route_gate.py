@@ -11,9 +11,9 @@ from funitel.router.auth.access import Access
 from funitel.router.auth.accounts import Account, Accounts
 from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
+from funitel.router.core.journal import is_replayed
 from funitel.router.middleware.auth import check_key, is_background_request
 from funitel.router.middleware.operation import ROUTE, Operation
-from funitel.router.transport.kept_answer import is_replayed
 
 
 class ModelNames(Protocol):
@@ -45,15 +45,19 @@ class RouteGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = self._operation
-        with self._entered(scope), nullcontext() if self._drain is None else self._drain.admitted():
+        was_admitted = is_replayed(scope)
+        if was_admitted and self._checks_key:
+            await self._accounts.known()
+        drain = nullcontext() if self._drain is None else self._drain.admitted(was_admitted=was_admitted)
+        with self._entered(scope, was_admitted=was_admitted), drain:
             await self._app(scope, receive, send)
 
-    def _entered(self, scope: Scope) -> AbstractContextManager[None]:
+    def _entered(self, scope: Scope, *, was_admitted: bool) -> AbstractContextManager[None]:
         """Check the key; the request counts as one of its account while the block runs."""
         if not self._checks_key:
             return nullcontext()
         account = check_key(scope, self._accounts, self._operation, self._models.only_name)
-        return self._charged(account, is_background=is_background_request(scope), was_admitted=is_replayed(scope))
+        return self._charged(account, is_background=is_background_request(scope), was_admitted=was_admitted)
 
     @contextmanager
     def _charged(self, account: Account, *, is_background: bool, was_admitted: bool) -> Iterator[None]:

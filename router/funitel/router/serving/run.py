@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
-from funitel.proto.step import FinishReason, GeneratedText, Generation
+from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
 from funitel.proto.takeover.state import OutputStep
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
@@ -85,11 +85,25 @@ class _Run:
             self._give = InTurn(len(jobs), self._give_on).put
         self._take_recorded(jobs, streams)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
-            stream.listen(self._listener(place, job, stream))
+            receive = self._listener(place, job, stream)
+            end = self._aborted_after(job)
+            if end is not None:
+                receive = _aborted_again(stream, receive, end)
+                if stream.has_ended:  # its outputs say otherwise
+                    receive(_abort(job, end), time.monotonic())
+            stream.listen(receive)
+
+    def _aborted_after(self, job: GenerationJob) -> int | None:
+        """The tokens after which an earlier router has aborted the sequence of a job; None where none has."""
+        name = _aborted(job)
+        return self._journal.draw(name, lambda: 0) if self._journal.knows(name) else None
 
     def _take_recorded(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> None:
         """Take what an earlier router has got, in the order in which it was made; its latencies were observed there."""
-        recorded = [stream.take_recorded() for stream in streams]
+        recorded = [
+            _first_tokens(stream.take_recorded(), self._aborted_after(job))
+            for job, stream in zip(jobs, streams, strict=True)
+        ]
         now = time.monotonic()
         for place, generation in in_step_order(recorded):
             job = jobs[place]
@@ -111,6 +125,7 @@ class _Run:
         A closure: with a thousand streams each object that a token touches has left the processor's caches.
         """
         metrics, give, ended, note_cached = job.service.metrics, self._give, self.ended, self._note_cached
+        journal = self._journal
 
         def receive(event: Event, now: float) -> None:
             if ended.done():
@@ -122,7 +137,7 @@ class _Run:
                 num_tokens, latest = len(event.tokens.ids), job.latest_token
                 job.latest_token = now
                 if not num_tokens:
-                    pass  # an abort
+                    journal.draw(_aborted(job), lambda: stream.num_tokens)
                 elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
@@ -167,6 +182,50 @@ def in_step_order(recorded: Sequence[Sequence[OutputStep]]) -> list[tuple[int, G
     return [(place, generation) for _, place, generation in found]
 
 
+def _aborted(job: GenerationJob) -> str:
+    """The fact that the sequence of a job was aborted: after how many tokens."""
+    return f"aborted.{job.request.output_key}"
+
+
+def _abort(job: GenerationJob, num_tokens: int) -> Generation:
+    """The end of a sequence that is aborted after so many tokens."""
+    sampling = job.request.sampling
+    seed = sampling.seed if sampling.is_sampled else None
+    return Generation(0, Tokens((), (), ()), finished=GeneratedText("", num_tokens, FinishReason.ABORT, seed))
+
+
+def _aborted_again(stream: TokenStream, receive: Listener, end: int) -> Listener:
+    """Make what takes the events of a sequence that an earlier router has aborted after `end` tokens."""
+    loop = asyncio.get_running_loop()
+    if stream.num_tokens >= end:
+        loop.call_soon(stream.stop)
+
+    def receive_until_end(event: Event, now: float) -> None:
+        if isinstance(event, Generation) and stream.num_tokens - len(event.tokens.ids) >= end:
+            if event.finished is None:
+                return
+            ending = replace(event.finished, text="", num_tokens=end, finish_reason=FinishReason.ABORT)
+            event = Generation(event.request_id, Tokens((), (), ()), finished=ending)
+        receive(event, now)
+        if stream.num_tokens >= end:
+            loop.call_soon(stream.stop)
+
+    return receive_until_end
+
+
+def _first_tokens(recorded: list[OutputStep], end: int | None) -> list[OutputStep]:
+    """The generations with the first `end` tokens of a sequence; all if None."""
+    if end is None:
+        return recorded
+    found = []
+    for each in recorded:
+        if end <= 0:
+            break
+        end -= len(each.generation.tokens.ids)
+        found.append(each)
+    return found
+
+
 def _record(
     jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]
 ) -> None:
@@ -191,11 +250,12 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
     journal = request_context.current().journal
     paying = charged(
         *(account, model, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)),
-        was_admitted=journal.is_replayed,
+        journal=journal,
     )
     async with paying:
         for job in jobs:
             job.arrived.consume_reservation()
+        journal.flush()  # what the prompts depend on, before shards keep outputs for them
         async with AsyncExitStack() as stack:
             for job in jobs:
                 job.request = _kept(job.request, journal)

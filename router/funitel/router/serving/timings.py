@@ -1,8 +1,9 @@
 """What an answer can say of its own speed."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
 
+from funitel.router.core.request_context import drawn
 from funitel.router.core.stream import Timings
 
 
@@ -35,3 +36,7 @@ class AnswerTimings:
         total = validation_seconds + life.queue_seconds + life.inference_seconds
         speed = None if first is None else num_tokens / max(life.inference_seconds, 1e-6)
         return cls(life.queue_seconds, first, total, speed)
+
+    def told(self) -> Self:
+        """These timings, to be told in the answer; of a request that is replayed those that an earlier router told."""
+        return type(self)(*drawn("timings", lambda: list(astuple(self))))

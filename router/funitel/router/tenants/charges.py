@@ -61,6 +61,10 @@ class Charges:
         """An id for a request."""
         return f"{self._router}-{secrets.token_hex(_ID_BYTES)}"
 
+    def has_made(self, id: str) -> bool:
+        """Whether an id is of this router, not of one before it."""
+        return id.startswith(f"{self._router}-")
+
     async def reserve(self, reservation: QuotaReservation) -> None:
         """Reserve the most that a request may take; returns once it is on the disk.
 

@@ -1,10 +1,12 @@
 """The accounts of tenants: of their keys, and of the sessions of users. Event loop only."""
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
+from typing import Any
 
 from funitel.proto.errors import Forbidden, FunitelError, NotReady
 from funitel.proto.security.asker import SESSION_NAME
@@ -12,8 +14,9 @@ from funitel.proto.security.keys import Key
 from funitel.proto.security.quota import QuotaReservation, TenantLimits
 from funitel.proto.security.roles import Role
 from funitel.proto.security.sessions import Session, SessionSigner
-from funitel.router.auth.accounts import Account, TokenCounts
+from funitel.router.auth.accounts import Account, Charge, TokenCounts
 from funitel.router.auth.meter import Meter
+from funitel.router.core.journal import RequestJournal
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.tenants.charges import Charges
 from funitel.router.tenants.minute_log import MinuteLog
@@ -21,6 +24,7 @@ from funitel.router.tenants.snapshot import KeyRecord, PriceRecord, TenantSnapsh
 
 SESSION_KEY = 0  # the id of what stands for the sessions of a user
 MILLION = 1_000_000
+KNOWN_SECONDS = 30.0  # that a request waits for the control plane which another router has admitted
 
 
 class TenantUse:
@@ -71,9 +75,21 @@ class TenantUse:
         """Keep for the next router that a reservation has ended."""
         self._directory.minutes.settle(self.name, self._key, num_reserved, num_used)
 
+    def charge(self, journal: RequestJournal) -> Charge:
+        """What is to be charged next for the request of a journal; of one that is replayed the same as before."""
+        charges = self._directory.charges
+        drawn: Sequence[Any] = journal.draw_next("charge", lambda: [charges.new_id(), time.time()])
+        id, at = drawn
+        journal.flush()  # before it is reserved
+        return Charge(id, at, was_counted=not charges.has_made(id))
+
     @asynccontextmanager
-    async def paying(self, model: str, most: TokenCounts, used: Callable[[], TokenCounts]) -> AsyncIterator[None]:
+    async def paying(
+        self, charge: Charge, model: str, most: TokenCounts, used: Callable[[], TokenCounts], journal: RequestJournal
+    ) -> AsyncIterator[None]:
         """Write what a request reserves where a month is limited, and by its end what it has used.
+
+        Of a request that is replayed, what an earlier router has not written.
 
         Raises:
             QuotaExceeded: it is not left of the month.
@@ -81,8 +97,8 @@ class TenantUse:
         """
         charges, price = self._directory.charges, self._directory.prices.get(model)
         reservation = QuotaReservation(
-            id=charges.new_id(),
-            at=time.time(),
+            id=charge.id,
+            at=charge.at,
             user=self.name,
             key=self._key,
             model=model,
@@ -90,8 +106,9 @@ class TenantUse:
             cost=_cost(price, most),
         )
         is_reserved = self.user.limits.is_monthly or self.key_limits.is_monthly
-        if is_reserved:
-            await charges.reserve(reservation)
+        if is_reserved and not journal.knows(f"reserved.{charge.id}"):
+            await charges.reserve(reservation)  # if it was written and the answer was lost, the control plane knows it
+            journal.draw(f"reserved.{charge.id}", lambda: True)
         is_refused = False
         try:
             yield
@@ -106,7 +123,10 @@ class TenantUse:
                 completion_tokens=tokens.completion,
                 cost=_cost(price, tokens),
             )
-            charges.settle(settlement, is_reserved=is_reserved)
+            if not journal.knows(f"settled.{charge.id}"):
+                journal.draw(f"settled.{charge.id}", lambda: True)
+                journal.flush()  # before it is sent: a request is charged once at most
+                charges.settle(settlement, is_reserved=is_reserved)
 
 
 class TenantDirectory:
@@ -122,7 +142,7 @@ class TenantDirectory:
         self.charges = charges
         self.minutes = minutes
         self.prices: Mapping[str, PriceRecord] = {}
-        self._is_known = False
+        self._is_known = asyncio.Event()
         self._metrics = metrics
         self._meters: dict[str, Meter] = {}
         self._keys: dict[int, Account] = {}
@@ -146,9 +166,9 @@ class TenantDirectory:
         self._keys = {record.id: self._key_account(record) for record in records.values()}
         self._records = records
         self._sessions = sessions
-        if not self._is_known:
+        if not self._is_known.is_set():
             self._restore()
-        self._is_known = True
+        self._is_known.set()
 
     def _restore(self) -> None:
         """Count what was used within the last minute through a router before this one."""
@@ -196,8 +216,14 @@ class TenantDirectory:
 
     def check_known(self) -> None:
         """Raise NotReady until the control plane has named the tenants."""
-        if not self._is_known:
+        if not self._is_known.is_set():
             raise NotReady("users and keys are not known yet: the control plane is starting")
+
+    async def known(self) -> None:
+        """Wait for a while until the control plane has named the tenants."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_SECONDS):
+                await self._is_known.wait()
 
     def find(self, digest: bytes, now: float) -> Account | None:
         """The account of a key that is valid.

@@ -5,9 +5,11 @@ Source: `transformers/utils/chat_template_utils.py` (`_compile_jinja_template`, 
 """
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from random import Random
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,6 +17,7 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import generate_lorem_ipsum
 
 from funitel.proto.errors import TemplateError
 from funitel.router.sandbox.worker import Answer, serve
@@ -47,18 +50,37 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-class _Clock:
-    """The clock of templates: the instant of the request, in seconds since 1970, where that is given."""
+class _Surroundings:
+    """What templates read that is not of the chat: the instant of the request, and chance that depends on it."""
 
-    now: float | None = None
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, now: float | None) -> None:
+        """Begin to render: the same instant, in seconds since 1970, gives the same prompt. None: that of each use."""
+        self._now = now
+        self._chance = Random(now)
 
     def strftime(self, format: str) -> str:
         """The instant in the local time, as `datetime.strftime` writes it."""
-        instant = datetime.now() if self.now is None else datetime.fromtimestamp(self.now)
+        instant = datetime.now() if self._now is None else datetime.fromtimestamp(self._now)
         return instant.strftime(format)
 
+    def pick(self, values: Sequence[Any]) -> Any:
+        """Any of some values: jinja2's filter `random`, save for the source of chance."""
+        return self._chance.choice(values) if values else jinja2.Undefined("there is no value to pick")
 
-_CLOCK = _Clock()
+    def lipsum(self, *given: Any, **options: Any) -> Any:
+        """jinja2's function of this name, save for the source of chance."""
+        state = random.getstate()
+        random.seed(self._chance.random())
+        try:
+            return generate_lorem_ipsum(*given, **options)
+        finally:
+            random.setstate(state)
+
+
+_SURROUNDINGS = _Surroundings()
 
 
 def _tojson(
@@ -78,7 +100,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _CLOCK.strftime
+    environment.filters["random"] = _SURROUNDINGS.pick
+    environment.globals["lipsum"] = _SURROUNDINGS.lipsum
+    environment.globals["strftime_now"] = _SURROUNDINGS.strftime
     return environment
 
 
@@ -187,7 +211,7 @@ def prepare(setup: dict[str, Any]) -> Answer:
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
         markers = task.get("markers") and MediaMarkers(**task["markers"])
-        _CLOCK.now = task.get("now")
+        _SURROUNDINGS.begin(task.get("now"))
         try:
             prompt = template.render_without_control(control, task["chat"], task["answer_markers"], markers)
         except TemplateError as error:

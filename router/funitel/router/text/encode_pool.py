@@ -65,8 +65,12 @@ class EncodePool:
         )
 
     def check_room(self) -> None:
-        """Raise Overloaded where no further long text of the current request's key may wait."""
-        if self._waiting_characters[request_context.current().owner] >= MAX_WAITING_CHARACTERS:
+        """Raise Overloaded where no further long text of the current request's key may wait.
+
+        Not for a request that another router has admitted.
+        """
+        context = request_context.current()
+        if self._waiting_characters[context.owner] >= MAX_WAITING_CHARACTERS and not context.journal.is_replayed:
             raise Overloaded(": long texts of this client wait to be tokenized", reason="tokenizing")
 
     async def run(

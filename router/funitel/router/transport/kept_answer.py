@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from funitel.router.core.journal import UNKEPT, RequestJournal
-from funitel.router.transport.kept_connection import ANSWER, HEAD, KEY, AnswerJournal
+from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal
 from funitel.router.transport.memory_budget import CLIENT
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,6 @@ def client_of(scope: Scope) -> KeepingClient | None:
     """The client of a request, if its connection is kept."""
     client = cast(KeepingClient | None, scope.get(CLIENT))
     return client if client is not None and getattr(client, "is_kept", False) else None
-
-
-def is_replayed(scope: Scope) -> bool:
-    """Whether an earlier router has begun to answer the request of a scope: it was admitted there."""
-    client = client_of(scope)
-    return client is not None and KEY in client.facts_of(scope)
 
 
 def stored_answer(scope: Scope) -> list[Message]:

@@ -11,12 +11,12 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from funitel.router.core.journal import KeptJournal
+from funitel.router.core.journal import KEY, KeptJournal
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.05  # between two looks whether the bytes of an answer were given to the kernel
-KEY, START, INPUT_END, ANSWER, HEAD, UNKEPT_ANSWER = "key", "start", "input_end", "answer", "head", "unkept"
+START, INPUT_END, ANSWER, HEAD, UNKEPT_ANSWER = "start", "input_end", "answer", "head", "unkept"
 BEGUN = "begun"  # a fact of a request that had to wait for its turn
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from funitel.router.core.journal import UNKEPT, RequestJournal
+from funitel.router.core.journal import EARLIER, UNKEPT, RequestJournal
 from funitel.router.transport.kept_answer import client_of, kept_receive, kept_send, stored_answer
 from funitel.router.transport.memory_budget import Client
 from funitel.router.transport.sse_frames import Event, frame
@@ -44,6 +44,7 @@ class DirectSend:
         scope[DIRECT] = send
         client = client_of(scope)
         if client is not None:
+            scope[EARLIER] = client.facts_of(scope)
             send, receive = kept_send(scope, client, send), kept_receive(client, receive)
             if stored := stored_answer(scope):
                 for message in stored:
@@ -130,6 +131,11 @@ class StreamWriter:
         self._waiting: list[bytes] = []
         self._draining: asyncio.Future[None] | None = None  # sends what waits, for a slow reader
         self._last_sent = time.monotonic()
+
+    @property
+    def num_events(self) -> int:
+        """Events that were given to `write`."""
+        return self._num_events
 
     def write(self, event: Event) -> None:
         """Send an event, or its frame, after all that waits.

@@ -18,12 +18,12 @@ from uvicorn.server import ServerState
 
 from funitel.proto.keeper.kernel import bytes_read, bytes_written
 from funitel.proto.keeper.messages import JournalledRequest
+from funitel.router.core.journal import KEY
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.keeper_link import KeeperLink, KeptSocket
 from funitel.router.transport.kept_connection import (
     BEGUN,
     INPUT_END,
-    KEY,
     START,
     UNKEPT_ANSWER,
     Keeping,

@@ -17,7 +17,7 @@ from funitel.router.api.anthropic.schema_request import (
 from funitel.router.api.anthropic.schema_response import MessageAnswer, MessageUsage, Ping, TokenCount
 from funitel.router.api.anthropic.to_chat import chat_call, sampling_of
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.errors import anthropic_error, new_request_id
+from funitel.router.api.common.errors import anthropic_error, exchange_id
 from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
 from funitel.router.chat.parts import Part
 from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
@@ -43,7 +43,7 @@ async def messages(incoming: IncomingRequest) -> Response:
     """`/v1/messages`: the answer to a conversation, whole or streamed."""
     _check_version(incoming.http)
     body = await incoming.read(MessagesRequest)
-    request_id = new_request_id()
+    request_id = exchange_id()
     if body.stream:
         chat = await _prepare(incoming.service, body, incoming.arrived)
         return EventStream(
@@ -65,7 +65,7 @@ async def count_tokens(incoming: IncomingRequest) -> Response:
     _check_version(incoming.http)
     body = await incoming.read(CountTokensRequest)
     count = await count_prompt_tokens(incoming.service, chat_call(body), FIELDS)
-    return json_answer(TokenCount(input_tokens=count), {"request-id": new_request_id()})
+    return json_answer(TokenCount(input_tokens=count), {"request-id": exchange_id()})
 
 
 def _check_version(http: HttpRequest) -> None:
@@ -108,7 +108,7 @@ def _builder(service: Service, chat: PreparedChat, body: MessagesRequest) -> Mes
     thinking = body.thinking if isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive) else None
     message = MessageAnswer(
         id=request_context.drawn("id", lambda: f"msg_{uuid.uuid4().hex}"),
-        model=service.shown_model(body.model),
+        model=request_context.drawn("model", lambda: service.shown_model(body.model)),
         content=[],
         stop_reason=None,
         stop_sequence=None,

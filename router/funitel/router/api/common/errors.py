@@ -128,9 +128,9 @@ def _inferflow_code(error: FunitelError) -> str:
     return "invalid_request_format" if is_format else error.error_type
 
 
-def new_request_id() -> str:
-    """An id of one exchange, sent as `request-id` on Anthropic's routes."""
-    return f"req_{uuid.uuid4().hex}"
+def exchange_id() -> str:
+    """The id of the exchange, sent as `request-id` on Anthropic's routes."""
+    return request_context.drawn("exchange", lambda: f"req_{uuid.uuid4().hex}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 def _answer(request: Request, error: FunitelError, headers: dict[str, str]) -> Response:
     if _is_anthropic(request):
-        request_id = new_request_id()
+        request_id = exchange_id()
         status, _ = _anthropic_kind(error.http_status, error.anthropic_type)
         return json_answer(anthropic_error(error, request_id), headers | {"request-id": request_id}, status=status)
     style = _STYLES[_record_of(request.scope)]

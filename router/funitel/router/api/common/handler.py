@@ -18,13 +18,15 @@ from funitel.router.api.common.errors import error_record
 from funitel.router.api.common.model_choice import SERVICE
 from funitel.router.api.common.schema_base import Body
 from funitel.router.core import request_context
+from funitel.router.core.journal import is_replayed
 from funitel.router.engine.interface import Admits
 from funitel.router.fleet.control import ControlSocket
 from funitel.router.fleet.models import ServedModels
+from funitel.router.middleware.access_log import REQUEST_ID_FACT
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.text.encode_pool import SHORT_CHARACTERS
-from funitel.router.transport.kept_answer import is_replayed, keep
+from funitel.router.transport.kept_answer import keep
 from funitel.router.transport.sse import EventStream
 
 B = TypeVar("B", bound=Body)
@@ -161,7 +163,7 @@ async def _reserved(
     if is_upload:
         await receive_upload(request, service.settings.max_audio_bytes, "--max-audio-bytes")
     else:
-        if declared_size(request) > SHORT_CHARACTERS:
+        if declared_size(request) > SHORT_CHARACTERS and not was_admitted:
             service.tokenizer.pool.check_room()
         await receive_body(request, service.payload_limit)
     arrived = request.scope[ARRIVAL] = _journalled(request, service, arrived)
@@ -180,7 +182,7 @@ def _journalled(request: HttpRequest, service: Service, arrived: Arrival) -> Arr
     journal = context.journal = keep(request.scope)
     if journal.is_replayed:
         journal.when_done(partial(service.replay_ended, journal.key))
-    journal.draw("request_id", lambda: context.request_id)
+    journal.draw(REQUEST_ID_FACT, lambda: context.request_id)
     waited = max(0.0, time.time() - journal.draw("arrived", time.time))
     if not waited or arrived.deadline is None:
         return arrived

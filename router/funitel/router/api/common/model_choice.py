@@ -15,6 +15,7 @@ from funitel.router.api.common.body import (
     upload_of,
 )
 from funitel.router.core import request_context
+from funitel.router.core.journal import is_replayed
 from funitel.router.fleet.loading import Loads
 from funitel.router.fleet.models import ServedModel, ServedModels
 from funitel.router.middleware.auth import account_of
@@ -66,7 +67,7 @@ class ModelChoice:
                 service = await self._attached(model, scope, receive)
             scope[SERVICE] = service
             request_context.current().served_model = model.name
-            with model.working() if service is models.own else service.drain.admitted():
+            with model.working() if service is models.own else service.drain.admitted(was_admitted=is_replayed(scope)):
                 await self._app(scope, receive, send)
         finally:
             forget_body(scope)
@@ -120,6 +121,7 @@ class ModelChoice:
         limit = model.entry.request_limit or self._models.own.settings.max_concurrent_requests
         began = time.monotonic()
         try:
-            return await run_until_disconnect(receive, self._loads.attached(model, limit, arrived.deadline))
+            waiting = self._loads.attached(model, limit, arrived.deadline, was_admitted=is_replayed(scope))
+            return await run_until_disconnect(receive, waiting)
         finally:
             request_context.current().load_seconds = time.monotonic() - began

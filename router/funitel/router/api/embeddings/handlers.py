@@ -158,13 +158,15 @@ class EncoderCall:
         context.validation_seconds = self.validation_seconds
         taken = TokenCounts(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
         most = TokenCounts(prompt=self.num_tokens)
-        async with charged(self.arrived.account, self.service.model_id, lambda: most, lambda: taken):
+        account, model, journal = self.arrived.account, self.service.model_id, context.journal
+        async with charged(account, model, lambda: most, lambda: taken, journal=journal):
             work = self.encoder.engine.encode(
                 task,
                 inputs,
                 priority=self.priority,
                 deadline=self.arrived.deadline,
                 reservation=self.arrived.reservation,
+                was_admitted=journal.is_replayed,
             )
             try:
                 encoded = await run_until_disconnect(http.receive, work)

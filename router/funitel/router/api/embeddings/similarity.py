@@ -35,6 +35,7 @@ from funitel.router.api.embeddings.schema_rerank import (
     RerankUsage,
 )
 from funitel.router.api.openai.schema_completions import GivenPrompt
+from funitel.router.core.request_context import drawn
 from funitel.router.encoder.engine import BYTES, Encoded
 from funitel.router.encoder.service import TokenizeOptions
 
@@ -79,7 +80,7 @@ async def rerank_documents(incoming: IncomingRequest) -> Response:
         encoded = await _embed_compared(incoming.http, call, texts, call.encoder.prompts.default, cut)
         scores = await _cosines(encoded)
     answer = DocumentsResponse(
-        id=f"rerank-{uuid.uuid4().hex}",
+        id=drawn("id", lambda: f"rerank-{uuid.uuid4().hex}"),
         model=call.service.shown_model(body.model),
         usage=RerankUsage(prompt_tokens=call.num_tokens, total_tokens=call.num_tokens),
         results=_best(body, scores),

@@ -15,6 +15,7 @@ from funitel.router.api.inferflow.template import written
 from funitel.router.chat.call import ChatCall, ChatMessage
 from funitel.router.chat.prompt import render_prompt
 from funitel.router.chat.transcript import Transcript
+from funitel.router.core import request_context
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import answer_headers, collect_all, stream_all, stream_headers
 from funitel.router.serving.service import Service
@@ -32,7 +33,8 @@ async def answer(incoming: IncomingRequest) -> Response:
     if body.is_streaming_mode:
         return EventStream(partial(_events, job), inferflow_error, headers=stream_headers(job))
     [whole] = await run_until_disconnect(incoming.http.receive, collect_all([job]))
-    found = InferflowAnswer(text=whole.finished.text, time_cost=_milliseconds(job), is_end=True)
+    cost = request_context.drawn("cost.1", lambda: _milliseconds(job))
+    found = InferflowAnswer(text=whole.finished.text, time_cost=cost, is_end=True)
     return json_answer(found, answer_headers(job, whole))
 
 
@@ -61,13 +63,15 @@ async def _prompt(service: Service, body: InferflowRequest) -> Prompt:
 
 async def _events(job: GenerationJob, put: Put) -> None:
     transcript, waiting = Transcript((), keeps_tokens=False), ""
+    journal = request_context.current().journal  # generations come outside of the request's context
 
     def take(_place: int, generation: Generation) -> None:
         nonlocal waiting
         finished = generation.finished
         waiting += transcript.feed(generation)
         if finished is not None or len(waiting.encode()) >= MIN_PIECE_BYTES:
-            put(InferflowAnswer(text=waiting, time_cost=_milliseconds(job), is_end=finished is not None))
+            cost = journal.draw_next("cost", lambda: _milliseconds(job))
+            put(InferflowAnswer(text=waiting, time_cost=cost, is_end=finished is not None))
             waiting = ""
 
     await stream_all([job], take)

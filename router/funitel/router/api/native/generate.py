@@ -83,7 +83,7 @@ async def _answer(
     job = await prepare(service, parameters.sampling, prompt, stream=False, arrived=arrived, names=NAMES)
     [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
     prefix = job.request.inputs if parameters.return_full_text else ""
-    timings = timings_of([job], [best, *others]) if parameters.timings else None
+    timings = timings_of([job], [best, *others]).told() if parameters.timings else None
     response = GenerateResponse(
         generated_text=prefix + best.finished.text,
         details=_details(best, others, prefix, timings, job) if parameters.wants_details else None,
@@ -148,7 +148,7 @@ async def _events(job: GenerationJob, parameters: GenerateParameters, put: Put) 
 
     timings = await stream_all([job], take)
     if last is not None and last.details is not None:
-        last.details.timings = timings
+        last.details.timings = timings.told()
         put(last)
 
 

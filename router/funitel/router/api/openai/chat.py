@@ -95,8 +95,8 @@ async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tu
     completion = ChatCompletion(
         **_head(service, body), choices=choices, usage=_usage([answer.finished for answer in answers])
     )
-    if body.timings:
-        completion.timings = chat.timings
+    if body.timings and chat.timings is not None:
+        completion.timings = chat.timings.told()
     if body.return_token_ids:
         completion.prompt_token_ids = chat.prompt_ids
     if body.prompt_logprobs is not None:  # long prompts have many: other requests go on meanwhile
@@ -168,7 +168,7 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
     timings = await chat.stream(take)
     if body.include_usage or body.timings:
         usage = _usage(ends) if body.include_usage else None
-        put(ChatCompletionChunk(**head, choices=[], usage=usage, timings=timings if body.timings else None))
+        put(ChatCompletionChunk(**head, choices=[], usage=usage, timings=timings.told() if body.timings else None))
 
 
 _TEXTS = (TextDelta, ReasoningDelta)
@@ -216,15 +216,18 @@ def _finish_reason(finished: Finished, body: ChatRequest) -> str:
 
 def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
     """What an answer, or each of its chunks, begins with."""
-    response_id, model = drawn("id", lambda: f"chatcmpl-{uuid.uuid4().hex}"), service.shown_model(body.model)
-    request_context.current().name_answer(response_id, model)
-    return {
-        "id": response_id,
-        "created": drawn("created", lambda: int(time.time())),
-        "model": model,
-        "system_fingerprint": f"{service.version}-native",
-        "service_tier": "default" if body.service_tier else None,
-    }
+    head: dict[str, Any] = drawn(
+        "beginning",
+        lambda: {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.shown_model(body.model),
+            "system_fingerprint": f"{service.version}-native",
+            "service_tier": "default" if body.service_tier else None,
+        },
+    )
+    request_context.current().name_answer(head["id"], head["model"])
+    return head
 
 
 def _usage_so_far(chat: PreparedChat, index: int, part: Part) -> Usage:

@@ -84,14 +84,17 @@ class _Batch:
     @property
     def head(self) -> dict[str, Any]:
         """What an answer, or each of its chunks, begins with."""
-        response_id, model = drawn("id", lambda: f"cmpl-{uuid.uuid4().hex}"), self.service.shown_model(self.body.model)
-        request_context.current().name_answer(response_id, model)
-        return {
-            "id": response_id,
-            "created": drawn("created", lambda: int(time.time())),
-            "model": model,
-            "system_fingerprint": f"{self.service.version}-native",
-        }
+        head: dict[str, Any] = drawn(
+            "beginning",
+            lambda: {
+                "id": f"cmpl-{uuid.uuid4().hex}",
+                "created": int(time.time()),
+                "model": self.service.shown_model(self.body.model),
+                "system_fingerprint": f"{self.service.version}-native",
+            },
+        )
+        request_context.current().name_answer(head["id"], head["model"])
+        return head
 
     def given_ids(self, job: GenerationJob, *, is_first: bool = True) -> _Ids | None:
         """The tokens of the prompt, in the first chunk of a choice; None where no tokens are wanted."""
@@ -199,7 +202,7 @@ async def _complete(service: Service, body: CompletionRequest, arrived: Arrival)
         choices = await asyncio.to_thread(_choices, batch, best)  # long prompts have many: others go on meanwhile
     else:
         choices = _choices(batch, best)
-    timings = timings_of(batch.jobs, answers) if body.timings else None
+    timings = timings_of(batch.jobs, answers).told() if body.timings else None
     completion = Completion(**batch.head, choices=choices, usage=usage, timings=timings)
     return completion, summed_headers(batch.jobs, answers)
 
@@ -283,4 +286,4 @@ async def _stream(batch: _Batch, put: Put) -> None:
     timings = await stream_all(batch.jobs, take)
     if body.include_usage or body.timings:
         count = batch.usage(num_tokens) if body.include_usage else None
-        put(CompletionChunk(**head, choices=[], usage=count, timings=timings if body.timings else None))
+        put(CompletionChunk(**head, choices=[], usage=count, timings=timings.told() if body.timings else None))

@@ -17,6 +17,7 @@ from funitel.router.api.responses.truncation import Shortened, prepare_longest
 from funitel.router.auth.accounts import Account
 from funitel.router.chat.parts import Part
 from funitel.router.chat.run import PreparedChat, prepare_chat
+from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import Put
@@ -105,6 +106,8 @@ class Answering:
         Raises: as `prepare_chat`, Overloaded when the engine does not take it, and QuotaExceeded.
         """
         chat = await self.prepare(arrived)
+        if not self._body.stream:
+            request_context.current().journal.keep_no_outputs()
         for event in self.builder.queued():
             self._note(event)
         self._run = self._store.runs.start(self._work(chat, arrived.account))
@@ -119,8 +122,10 @@ class Answering:
 
     async def _work(self, chat: PreparedChat, account: Account | None) -> None:
         """Make the response; a drain waits for it, and it counts as a request of its account."""
+        was_admitted = request_context.current().journal.is_replayed
         try:
-            with self._service.drain.admitted(), nullcontext() if account is None else account.prolonged():
+            running = nullcontext() if account is None else account.prolonged()
+            with self._service.drain.admitted(was_admitted=was_admitted), running:
                 await self.stream(chat, lambda _event: None)
         except FunitelError as error:
             if self.builder.response.status == "queued":

@@ -16,6 +16,8 @@ from funitel.router.api.responses.builder import new_id
 from funitel.router.api.responses.schema_request import (
     InputItemsQuery,
     InputTokensRequest,
+    Item,
+    ItemReference,
     ModeChoice,
     ResponsesRequest,
     RetrieveQuery,
@@ -28,7 +30,7 @@ from funitel.router.api.responses.schema_response import (
     ModelResponse,
     ResponseReasoning,
 )
-from funitel.router.api.responses.store import ResponseStore, StoredResponse
+from funitel.router.api.responses.store import ResponseStore, StoredResponse, read_items, written_items
 from funitel.router.api.responses.to_chat import chat_call, conversation
 from funitel.router.chat.run import count_prompt_tokens
 from funitel.router.core import request_context
@@ -37,6 +39,8 @@ from funitel.router.middleware.auth import is_background_request, tenant_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
+
+CONVERSATION = "conversation"  # of the journal: the items that a request goes on from, where some were stored
 
 
 @generation_route
@@ -52,7 +56,7 @@ async def create(incoming: IncomingRequest) -> Response:
         begun.store = False
     if body.background and not begun.store:
         raise InvalidRequest("`background` needs `store`", "background")
-    items = conversation(body, store, owner, max_stored_bytes=incoming.service.payload_limit)
+    items = _conversation(body, store, owner, incoming.service.payload_limit)
     answering = Answering(incoming.service, store, body, items, owner, begun)
     if body.background:
         headers = await answering.begin(incoming.arrived)
@@ -73,7 +77,7 @@ async def count_input_tokens(incoming: IncomingRequest) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a conversation has."""
     body = await incoming.read(InputTokensRequest)
     store, owner = store_of(incoming.http), tenant_of(incoming.http.scope)
-    items = conversation(body, store, owner, max_stored_bytes=incoming.service.payload_limit)
+    items = _conversation(body, store, owner, incoming.service.payload_limit)
     call = chat_call(body, items)
     count = await count_prompt_tokens(incoming.service, call, FIELDS)
     return json_answer(InputTokenCount(input_tokens=count))
@@ -128,6 +132,20 @@ async def input_items(http: HttpRequest) -> Response:
     return json_answer(listed)
 
 
+def _conversation(body: InputTokensRequest, store: ResponseStore, owner: bytes, most: int) -> tuple[Item, ...]:
+    """All items that a request goes on from, with `most` bytes of stored ones.
+
+    What is stored goes with this router: another one that answers the request again has the items from the journal.
+    """
+    journal = request_context.current().journal
+    if journal.knows(CONVERSATION):
+        return read_items(journal.draw(CONVERSATION, list))
+    items = conversation(body, store, owner, max_stored_bytes=most)
+    if journal.key and (body.previous_response_id or any(isinstance(item, ItemReference) for item in body.input)):
+        journal.draw(CONVERSATION, lambda: written_items(items))
+    return items
+
+
 def store_of(http: HttpRequest) -> ResponseStore:
     """The store of the application that got the request."""
     return cast(ResponseStore, http.app.state.responses)
@@ -147,7 +165,7 @@ def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:
     if temperature is None and top_p is None:
         temperature, top_p = service.recommended.temperature, service.recommended.top_p
     choice = body.tool_choice
-    response_id, model = drawn("id", lambda: new_id("resp")), service.shown_model(body.model)
+    response_id, model = drawn("id", lambda: new_id("resp")), drawn("model", lambda: service.shown_model(body.model))
     request_context.current().name_answer(response_id, model)
     return ModelResponse(
         id=response_id,

@@ -65,6 +65,16 @@ class StoredResponse:
             await asyncio.wait([self.run])
 
 
+def written_items(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Items of a conversation as JSON."""
+    return [item.model_dump(mode="json", by_alias=True, exclude_unset=True) for item in items]
+
+
+def read_items(written: Sequence[dict[str, Any]]) -> tuple[Item, ...]:
+    """The items that `written_items` has written."""
+    return tuple(_ITEM.validate_python(item) for item in written)
+
+
 def as_input(item: OutputItem) -> Item:
     """An item that was answered, as it is sent back."""
     sent_back: Item = _ITEM.validate_python(item.model_dump())

@@ -40,6 +40,7 @@ from funitel.router.chat.call import (
     ToolMode,
     check_role_of_media,
 )
+from funitel.router.core import request_context
 from funitel.router.core.grammar import Grammar
 from funitel.router.media.interface import MediaSource
 from funitel.router.serving.sampling_request import SamplingRequest
@@ -87,11 +88,15 @@ def conversation(
             room -= found.num_bytes
             items.append(found.item)
         else:
-            items.append(item if item.id else item.model_copy(update={"id": new_id(_PREFIXES[item.type])}))
+            items.append(item if item.id else item.model_copy(update={"id": _id_for(item)}))
         if room < 0:
             words = f"input: the stored items that it names must have at most {max_stored_bytes} bytes together"
             raise PayloadTooLarge(words, "input")
     return (*earlier, *items)
+
+
+def _id_for(item: Item) -> str:
+    return request_context.current().journal.draw_next("given", lambda: new_id(_PREFIXES[item.type]))
 
 
 def _referred(reference: ItemReference, place: int, store: ResponseStore, owner: bytes) -> StoredItem:
