@@ -67,7 +67,7 @@ def test_nothing_is_handed_over_once_the_answer_was_given() -> None:
     put: list[dict[str, Any]] = []
     journal = KeptJournal("a", {}, put.append)
     ended: list[str] = []
-    journal.on_done.append(lambda: ended.append("a"))
+    journal.when_done(lambda: ended.append("a"))
     journal.done()
     journal.done()
     journal.draw("late", lambda: 1)
