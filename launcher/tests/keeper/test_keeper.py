@@ -18,7 +18,7 @@ import pytest
 from funitel.launcher.keeper import keeper as module
 from funitel.launcher.keeper.keeper import Keeper
 from funitel.proto.keeper.channel import Channel, ChannelLost, listen
-from funitel.proto.keeper.messages import MAX_RAW_BYTES, VERSION, Hello, Kind, Packet
+from funitel.proto.keeper.messages import MAX_RAW_BYTES, VERSION, Kind, Packet, RouterHello
 
 PATIENCE_SECONDS = 10.0
 
@@ -30,7 +30,7 @@ class Router:
         self.stage = stage
         self.channel = Channel.to(stage.path)
         stage.closing.append(self.channel.close)
-        self.say(Kind.HELLO, raw=Hello(generation, feeds, version).encode())
+        self.say(Kind.HELLO, raw=RouterHello(generation, feeds, version).encode())
 
     def say(self, kind: Kind, connection: int = 0, number: int = 0, raw: bytes = b"", *fds: int) -> None:
         """Send a packet."""
@@ -391,8 +391,8 @@ def test_a_router_that_does_not_yield_is_killed(
     monkeypatch.setattr(module, "TICK_SECONDS", 0.02)
     script = (
         "import sys, time; from funitel.proto.keeper.channel import Channel;"
-        "from funitel.proto.keeper.messages import Hello, Kind, Packet; channel = Channel.to(sys.argv[1]);"
-        "channel.send(Packet(Kind.HELLO, raw=Hello(1).encode()), 1.0); channel.receive_within(9.0); time.sleep(60)"
+        "from funitel.proto.keeper.messages import RouterHello, Kind, Packet; channel = Channel.to(sys.argv[1]);"
+        "channel.send(Packet(Kind.HELLO, raw=RouterHello(1).encode()), 1.0); channel.receive_within(9.0); time.sleep(60)"
     )
     hanging = subprocess.Popen([sys.executable, "-c", script, stage.path])
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import Hello, Kind, Packet
+from funitel.proto.keeper.messages import Kind, Packet, RouterHello
 
 PATIENCE_SECONDS = 30.0
 MAX_RESIDENT_BYTES = 30 << 20
@@ -66,7 +66,7 @@ def connected(path: Path) -> Channel:
 def greeted(path: Path) -> Channel:
     """Connect as a router that is ready."""
     channel = connected(path)
-    channel.send(Packet(Kind.HELLO, raw=Hello(1).encode()), 1.0)
+    channel.send(Packet(Kind.HELLO, raw=RouterHello(1).encode()), 1.0)
     assert channel.receive_within(PATIENCE_SECONDS) == Packet(Kind.END)
     channel.send(Packet(Kind.READY), 1.0)
     return channel
@@ -83,7 +83,7 @@ def test_a_stream_goes_on_after_the_death_of_a_router_and_of_a_keeper(
             accepted.sendall(b"one ")
         channel.close()
         channel = connected(tmp_path / "keeper")
-        channel.send(Packet(Kind.HELLO, raw=Hello(1).encode()), 1.0)
+        channel.send(Packet(Kind.HELLO, raw=RouterHello(1).encode()), 1.0)
         packet = channel.receive_within(PATIENCE_SECONDS)
         assert channel.receive_within(PATIENCE_SECONDS) == Packet(Kind.END)
         with socket.socket(fileno=packet.fds[0]) as accepted:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from funitel.proto.keeper.channel import BUFFER_BYTES, Channel, ChannelLost, listen
-from funitel.proto.keeper.messages import MAX_RAW_BYTES, Hello, Kind, Packet, decode, encode
+from funitel.proto.keeper.messages import MAX_RAW_BYTES, Kind, Packet, RouterHello, decode, encode
 
 Ends = tuple[Channel, Channel]
 
@@ -224,11 +224,11 @@ def test_a_keeper_that_accepts_nothing_holds_no_router_up(tmp_path: Path) -> Non
 
 
 def test_greetings() -> None:
-    assert Hello.decode(Hello(3, feeds=True).encode()) == Hello(3, feeds=True)
-    assert Hello.decode(Hello(3, version=9).encode()).version == 9
+    assert RouterHello.decode(RouterHello(3, feeds=True).encode()) == RouterHello(3, feeds=True)
+    assert RouterHello.decode(RouterHello(3, version=9).encode()).version == 9
     for wrong in (b"", b"{", b"7", b"[1]", b"[1, 2, 3, 4]", b"[null, 1, true]", b'["x", 1, true]', b"\xff"):
         with pytest.raises(ValueError):  # noqa: PT011 - of several messages
-            Hello.decode(wrong)
+            RouterHello.decode(wrong)
 
 
 def test_a_packet_says_whether_its_bytes_are_in_a_file() -> None:

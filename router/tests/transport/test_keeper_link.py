@@ -15,7 +15,7 @@ import pytest
 
 from funitel.proto.errors import StartupError
 from funitel.proto.keeper.channel import Channel, listen
-from funitel.proto.keeper.messages import VERSION, Hello, JournalledRequest, Kind, Packet
+from funitel.proto.keeper.messages import VERSION, JournalledRequest, Kind, Packet, RouterHello
 from funitel.router.transport import keeper_link
 from funitel.router.transport.keeper_link import KeeperLink, KeptSocket
 from funitel.router.transport.kept_connection import Settled
@@ -236,7 +236,7 @@ def test_no_keeper_is_there(path: str, reason: str) -> None:
 async def test_a_keeper_of_another_version_refuses_and_the_first_router_serves_on(
     deployment: Deployment, router: RouterSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_link, "Hello", lambda generation: Hello(generation, version=VERSION + 1))
+    monkeypatch.setattr(keeper_link, "RouterHello", lambda generation: RouterHello(generation, version=VERSION + 1))
     with pytest.raises(StartupError, match=f"refuses this router: it speaks version {VERSION}, not {VERSION + 1}"):
         await asyncio.to_thread(KeeperLink.connect, deployment.path, 1)
     await a_connection(deployment, router)
@@ -382,13 +382,13 @@ async def test_the_next_keeper_may_refuse(
     monkeypatch.setattr(keeper_link, "REFUSED_SECONDS", 0.01)
     kept, client = await a_connection(deployment, router)
     with monkeypatch.context() as patched:
-        greetings: list[Hello] = []
+        greetings: list[RouterHello] = []
 
-        def greet(generation: int, feeds: bool) -> Hello:
-            greetings.append(Hello(generation, feeds, VERSION + 1))
+        def greet(generation: int, feeds: bool) -> RouterHello:
+            greetings.append(RouterHello(generation, feeds, VERSION + 1))
             return greetings[-1]
 
-        patched.setattr(keeper_link, "Hello", greet)
+        patched.setattr(keeper_link, "RouterHello", greet)
         deployment.kill_keeper()
         deployment.start_keeper()
         await until(lambda: "refuses this router, which serves on without one" in caplog.text)

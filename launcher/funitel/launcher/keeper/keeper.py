@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
 from funitel.proto.keeper.kernel import is_over
-from funitel.proto.keeper.messages import VERSION, Hello, Kind, Packet
+from funitel.proto.keeper.messages import VERSION, Kind, Packet, RouterHello
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class KeptRequest:
 
 
 @dataclass(slots=True, eq=False)
-class KeptConnection:
+class HeldConnection:
     """A connection, and what is known of its requests."""
 
     id: int
@@ -88,7 +88,7 @@ class Keeper:
         self._listeners = list(listeners)
         self._adopt_seconds = adopt_seconds
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[int, KeptConnection] = {}
+        self._connections: dict[int, HeldConnection] = {}
         self._routers: list[RouterChannel] = []
         self._next_id = (1 + secrets.randbits(31)) << 32  # far from the numbers of other keepers; 0 is no connection
         self._max_connections = _max_connections()
@@ -158,7 +158,7 @@ class Keeper:
                 self._note_full(error)
                 return
             sock.setblocking(False)
-            self._take(KeptConnection(self._next_id, sock, number, router.generation or 0), router)
+            self._take(HeldConnection(self._next_id, sock, number, router.generation or 0), router)
             self._next_id += 1
 
     def _note_full(self, error: OSError) -> None:
@@ -171,15 +171,15 @@ class Keeper:
             count = len(self._connections)
             logger.error("no connection can be accepted beside %d that are open: %s", count, os.strerror(error.errno))
 
-    def _take(self, kept: KeptConnection, router: RouterChannel) -> None:
+    def _take(self, kept: HeldConnection, router: RouterChannel) -> None:
         self._connections[kept.id] = kept
         self._give(kept, router)
 
-    def _give(self, kept: KeptConnection, router: RouterChannel) -> None:
+    def _give(self, kept: HeldConnection, router: RouterChannel) -> None:
         kept.router, kept.alone_since = router, None
         self._send(router, self._introduction(kept))
 
-    def _introduction(self, kept: KeptConnection) -> Packet:
+    def _introduction(self, kept: HeldConnection) -> Packet:
         return Packet(Kind.CONNECTION, kept.id, kept.listener, kept.settled, (kept.sock.fileno(),))
 
     # Routers --------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Keeper:
     def _greet(self, router: RouterChannel, packet: Packet) -> None:
         """Give a router the connections of its generation, once an earlier one has let go of them."""
         try:
-            hello = Hello.decode(packet.raw)
+            hello = RouterHello.decode(packet.raw)
             problem = "" if hello.version == VERSION else f"it speaks version {VERSION}, not {hello.version}"
         except ValueError:
             problem = f"it speaks version {VERSION}, and was greeted otherwise"
@@ -308,7 +308,7 @@ class Keeper:
                 self._send(router, Packet(Kind.PARTIAL, kept.id, raw=kept.partial))
         self._send(router, Packet(Kind.END))
 
-    def _alone(self, generation: int | None) -> list[KeptConnection]:
+    def _alone(self, generation: int | None) -> list[HeldConnection]:
         """The connections of a generation that no router has."""
         return [kept for kept in self._connections.values() if kept.router is None and kept.generation == generation]
 
@@ -326,7 +326,7 @@ class Keeper:
         sock = socket.socket(fileno=packet.fds[0])
         kept = self._connections.get(packet.connection)
         if kept is None:
-            kept = KeptConnection(packet.connection, sock, packet.number, router.generation or 0)
+            kept = HeldConnection(packet.connection, sock, packet.number, router.generation or 0)
             self._connections[kept.id] = kept
         else:
             sock.close()
@@ -400,11 +400,11 @@ class Keeper:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(router.pid, signal.SIGKILL)
 
-    def _reset(self, kept: KeptConnection) -> None:
+    def _reset(self, kept: HeldConnection) -> None:
         kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._forget(kept)
 
-    def _forget(self, kept: KeptConnection) -> None:
+    def _forget(self, kept: HeldConnection) -> None:
         """Close the duplicate of a connection, the last one: its client gets the end."""
         del self._connections[kept.id]
         kept.sock.close()

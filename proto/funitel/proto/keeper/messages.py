@@ -18,7 +18,7 @@ class Kind(IntEnum):
     """What a packet says."""
 
     # From a router
-    HELLO = 1  # `Hello`
+    HELLO = 1  # `RouterHello`
     READY = 2  # pass connections on to me from now on
     REQUEST = 3  # the bytes of a request that is whole; from a keeper too
     FACTS = 4  # facts of a request, a JSON object; from a keeper too
@@ -46,7 +46,7 @@ class Packet:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class RouterHello:
     """The first message of a router. `feeds`: it serves already, and brings its connections to this keeper.
 
     It does so once the keeper has answered by END.
@@ -61,7 +61,7 @@ class Hello:
         return json.dumps([self.version, self.generation, self.feeds]).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> "Hello":
+    def decode(cls, raw: bytes) -> "RouterHello":
         """Read the bytes of a packet; raises ValueError."""
         try:
             version, generation, feeds = json.loads(raw)

@@ -15,7 +15,7 @@ from typing import Any
 
 from funitel.proto.errors import StartupError
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import Hello, JournalledRequest, Kind, Packet
+from funitel.proto.keeper.messages import JournalledRequest, Kind, Packet, RouterHello
 from funitel.router.transport.kept_connection import NOTHING, Settled
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class KeeperLink:
             raise StartupError(f"the keeper at {path} cannot be reached: {error.strerror or error}") from error
         link = cls(path, generation, channel)
         try:
-            channel.send(Packet(Kind.HELLO, raw=Hello(generation).encode()), SEND_SECONDS)
+            channel.send(Packet(Kind.HELLO, raw=RouterHello(generation).encode()), SEND_SECONDS)
             return link, link._state(channel)
         except ChannelLost as error:
             link._abandon()
@@ -220,23 +220,21 @@ class KeeperLink:
             try:
                 await self._greet(channel)
                 self._feed(channel)
+                return
             except RefusedByKeeper as refused:
-                channel.close()
                 if str(refused) != said:
                     said = str(refused)
                     logger.error("the next keeper refuses this router, which serves on without one: %s", said)
                 await asyncio.sleep(REFUSED_SECONDS)
             except ChannelLost:
-                channel.close()
-            except BaseException:
-                channel.close()
-                raise
-            else:
-                return
+                pass  # the next one is looked for
+            finally:
+                if channel is not self._channel:
+                    channel.close()
 
     async def _greet(self, channel: Channel) -> None:
         """Say that this router brings its connections, and wait until the keeper takes them."""
-        channel.send(Packet(Kind.HELLO, raw=Hello(self._generation, feeds=True).encode()), SEND_SECONDS)
+        channel.send(Packet(Kind.HELLO, raw=RouterHello(self._generation, feeds=True).encode()), SEND_SECONDS)
         end = time.monotonic() + ANSWER_SECONDS
         while (packet := channel.receive()) is None:
             if time.monotonic() > end:
