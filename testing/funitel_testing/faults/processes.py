@@ -12,14 +12,13 @@ from funitel_testing.servers import alive, wait_until
 SHORT_STOP_SECONDS = 2.0  # well below the bound
 
 
-async def _kill_launcher(scene: Launched) -> float:
-    scene.server.process.kill()
-    return await asyncio.to_thread(scene.relaunch)
+async def _kill_launcher(scene: Launched) -> None:
+    scene.server.kill_launcher()
+    await asyncio.to_thread(scene.server.relaunch)
 
 
-async def _kill_router(scene: Launched) -> float:
+async def _kill_router(scene: Launched) -> None:
     os.kill(scene.server.router_pid(), signal.SIGKILL)
-    return await asyncio.to_thread(scene.relaunch)
 
 
 async def _kill_shard(scene: Launched) -> None:
@@ -113,20 +112,17 @@ FAULTS = (
     ),
     Fault(
         name="kill -9 of the launcher",
-        cost=Cost.IN_FLIGHT,
-        why="its children end with it; an init system starts it again",
+        cost=Cost.NOTHING,
+        why="its children go on, and the next launcher adopts them",
         scene=PAIR,
         strike=_kill_launcher,
-        is_away=True,
     ),
     Fault(
         name="kill -9 of the router",
-        cost=Cost.IN_FLIGHT,
-        why="it holds the connections; the launcher ends, and an init system starts it again",
+        cost=Cost.NOTHING,
+        why="it is started again, and takes over connections and sequences",
         scene=PAIR,
         strike=_kill_router,
-        is_away=True,
-        is_brief=False,
     ),
     Fault(
         name="kill -9 of a router with shards of their own",

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -73,15 +72,6 @@ class Launched:
         return [
             pid for pid in descendants(self.server.router_pid()) if _runs(pid, "funitel.router.text.grammar_worker")
         ]
-
-    def relaunch(self) -> float:
-        """Do as an init system does: once all of it is gone, start it again, on the same port; returns when it was."""
-        self.server.process.wait(WHOLE_SECONDS)
-        wait_until(lambda: not marked(self.server.mark), WHOLE_SECONDS, "processes are left behind")
-        gone = time.monotonic()
-        self.server = self._start(self.server.port)
-        self.until_ready()
-        return gone
 
     def close(self) -> None:
         """End it."""
