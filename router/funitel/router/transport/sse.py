@@ -6,7 +6,7 @@ Knows no route: a producer writes records or complete frames, and the route shap
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -29,6 +29,20 @@ KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventWriter(Protocol):
+    """What the events of a stream are written to."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the answer has begun: an error can only be an event then."""
+
+    def write(self, event: Event) -> None:
+        """Write an event, or its frame."""
+
+    async def end(self, data: bytes) -> None:
+        """Write the end."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -109,16 +123,16 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS | dict(headers or {}))
-        self._producer = producer
-        self._error_event = error_event
+        self.frame = frame
+        self.keep_alive = keep_alive
+        self.keep_alive_seconds = keep_alive_seconds
+        self.error_event = error_event
+        self.producer = producer
         self._done = done
-        self._frame = frame
-        self._keep_alive = keep_alive
-        self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
-        writer = StreamWriter(send, direct, self.raw_headers, client, self._frame, journal)
+        writer = StreamWriter(send, direct, self.raw_headers, client, self.frame, journal)
         try:
             await run_until_disconnect(receive, self._run(writer))
         except Cancelled as error:
@@ -129,16 +143,24 @@ class EventStream(Response):
             writer.abandon()
 
     async def _run(self, writer: StreamWriter) -> None:
-        keep_alive = asyncio.ensure_future(writer.repeat(self._keep_alive, self._keep_alive_seconds))
+        keep_alive = asyncio.ensure_future(writer.repeat(self.keep_alive, self.keep_alive_seconds))
         try:
-            await self._produce(writer)
-            await writer.end(DONE if self._done else b"")
+            await self.send_events(writer)
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, writer: StreamWriter) -> None:
+    async def send_events(self, writer: StreamWriter) -> None:
+        """Send all events to the client; raises as `produce`."""
+        await self.produce(writer)
+
+    async def produce(self, writer: EventWriter) -> None:
+        """Write all events, and the end.
+
+        Raises:
+            Exception: it came before the answer has begun.
+        """
         try:
-            await self._producer(writer.write)
+            await self.producer(writer.write)
         except FunitelError as error:
             if not writer.is_started:
                 raise
@@ -148,8 +170,9 @@ class EventStream(Response):
                 raise
             logger.exception("a stream failed")
             self._fail(writer, FunitelError("internal error"))
+        await writer.end(DONE if self._done else b"")
 
-    def _fail(self, writer: StreamWriter, error: FunitelError) -> None:
+    def _fail(self, writer: EventWriter, error: FunitelError) -> None:
         """End a stream that has begun with an error."""
         request_context.current().error = error
-        writer.write(self._error_event(error))
+        writer.write(self.error_event(error))

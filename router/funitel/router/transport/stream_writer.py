@@ -156,6 +156,12 @@ class StreamWriter:
         if self._draining is not None:
             self._keep(len(data))
 
+    async def drain(self) -> None:
+        """Wait until nothing waits for a slow reader."""
+        self._flush()
+        if self._draining is not None:
+            await self._draining
+
     async def end(self, data: bytes) -> None:
         """Send the end of the body, after all that waits."""
         if self._journal.is_replayed and self._repeated:
