@@ -1,7 +1,7 @@
 """The events of one stream as numbered frames, which are kept, and sent to each client that follows the stream.
 
-A client that follows from an earlier event reads the kept frames at its own speed first. From then on it gets each frame
-as it is written, and its writer buffers what it does not read. Knows no HTTP. Event loop only.
+A client that follows from an earlier event reads the kept frames at its own speed first. From then on it gets each
+frame as it is written, and its writer buffers what it does not read. Knows no HTTP. Event loop only.
 """
 
 import asyncio
