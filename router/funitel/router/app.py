@@ -24,7 +24,6 @@ from funitel.router.middleware.access_log import AccessLog
 from funitel.router.middleware.host_check import LOOPBACK_ORIGIN, HostCheck
 from funitel.router.middleware.metrics_port import MetricsPort
 from funitel.router.middleware.tracing import TracingMiddleware
-from funitel.router.resumable.streams import ResumableStreams
 from funitel.router.serving.service import Connect, Service
 from funitel.router.serving.step_queries import StepSessions
 from funitel.router.settings import RouterSettings, is_guarded
@@ -110,7 +109,6 @@ def build_app(
     app.state.service, app.state.models = service, models
     app.state.control = None if link is None else link.control
     app.state.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
-    app.state.resumable = ResumableStreams(settings.max_resume_seconds, settings.max_resume_bytes)
     app.state.batches = batches
     app.state.steps = StepSessions()
     app.state.takes_changes = is_local or is_guarded(settings)

@@ -29,13 +29,13 @@ class Script:
     """A producer that writes what it is told to."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[bytes | FunitelError | None] = asyncio.Queue()
+        self.told: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.was_cancelled = False
 
     async def __call__(self, put: Put) -> None:
         try:
             while (item := await self.told.get()) is not None:
-                if isinstance(item, FunitelError):
+                if isinstance(item, Exception):
                     raise item
                 put(item)
         except asyncio.CancelledError:
@@ -94,6 +94,9 @@ class Reader:
 
     async def has(self, text: str) -> bool:
         return self.body == text
+
+    async def ends_with(self, text: str) -> bool:
+        return self.body.endswith(f"{text}\n\n")
 
     async def gets(self, text: str) -> None:
         await eventually(lambda: self.has(text), f"{text!r}, given {self.body!r}")
@@ -255,6 +258,39 @@ async def test_an_error_before_the_first_event_is_raised_to_all(streams: Resumab
         with pytest.raises(StepFailed, match="broken"):
             await answering
     assert reader.sent == served.client.sent == []
+
+
+async def test_an_exception_that_is_none_of_ours_tells_nothing(
+    streams: ResumableStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Served(streams, "a", LONG)
+    served.script.told.put_nowait(ZeroDivisionError("secret"))
+    with pytest.raises(FunitelError, match="internal error"):
+        await served.answering
+    with pytest.raises(FunitelError, match="internal error"):
+        await Reader().reads_answer(served.attach())
+    assert caplog.text.count("ZeroDivisionError: secret") == 1
+
+
+async def test_a_client_to_which_nothing_can_be_sent_ends_alone(streams: ResumableStreams) -> None:
+    served = Served(streams, "a", LONG)
+    broken = Reader()
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            raise OSError("broken")
+
+    broken.send = send  # type: ignore[method-assign]
+    reading = asyncio.create_task(broken.reads_answer(served.attach()))
+    await asyncio.sleep(0)
+    for text in ("1", "2", "3"):
+        served.script.say(text)
+        await eventually(lambda text=text: served.client.ends_with(text), text)
+    with pytest.raises(OSError, match="broken"):
+        await asyncio.wait_for(reading, 5)
+    served.script.end()
+    await served.answering
+    assert served.client.body == frames("1", "2", "3")
 
 
 async def test_a_later_error_is_the_last_event(streams: ResumableStreams) -> None:

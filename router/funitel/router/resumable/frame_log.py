@@ -5,7 +5,6 @@ frame as it is written, and its writer buffers what it does not read. Knows no H
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,8 +13,6 @@ from pydantic import BaseModel
 from funitel.proto.errors import FunitelError
 from funitel.router.transport.sse_frames import Event
 from funitel.router.transport.stream_writer import StreamWriter
-
-logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 48  # that a kept frame takes beside its content
 BATCH_BYTES = 1 << 14  # of kept frames, after which a client that reads them is waited for
@@ -88,7 +85,7 @@ class FrameLog:
 
         Raises:
             FunitelError: the stream has failed before its first event.
-            Exception: a frame could not be sent to this client.
+            Exception: a frame could not be sent to this client; the end of its answer raises it, too.
         """
         with self._written_by(writer):
             await self._catch_up(writer, after)
@@ -150,13 +147,11 @@ class _Reader:
         self._writer = writer
 
     def write(self, frame: bytes) -> None:
-        """Send a frame; a failure is that of this client alone."""
-        if self.is_done.done():
-            return
-        try:
+        """Send a frame; once that fails, this client is done, and the end of its answer raises why."""
+        if self._writer.has_failed:
+            self.finish()
+        else:
             self._writer.write(frame)
-        except Exception as error:
-            self.is_done.set_exception(error)
 
     def finish(self) -> None:
         """Note that no frame follows."""

@@ -98,7 +98,7 @@ class ResumableStreams:
         self._streams.move_to_end(key)
 
     def forget(self, key: StreamKey, reason: str) -> None:
-        """Keep a stream no longer; who asks for it is told the reason."""
+        """Keep a stream no longer; a client that asks for it is told the reason."""
         stream = self._streams.pop(key)
         self._gone[key] = reason
         if len(self._gone) > MAX_GONE:
@@ -142,6 +142,8 @@ class ResumableStream(Response):
             producing.cancel()
             await asyncio.wait([producing])
             self._note_end()
+            if not producing.cancelled() and (error := producing.exception()) is not None:
+                logger.error("a stream failed", exc_info=error)
 
     def answer(self, after: int) -> "AttachedStream":
         """Make the answer to one client: all events after a number."""
@@ -176,13 +178,14 @@ class ResumableStream(Response):
             await self._stream.produce(self.log)
         except FunitelError as error:
             self.log.fail(error)
-        except Exception:
-            logger.exception("a stream failed")
-            self.log.fail(FunitelError("internal error"))
+        except asyncio.CancelledError:
+            self.log.fail(Cancelled("the stream was ended"))
+            raise
         finally:
-            self.log.fail(Cancelled("the stream was ended"))  # unless it has ended
+            self.log.fail(FunitelError("internal error"))  # unless it has ended
 
     def _note_end(self) -> None:
+        self.log.fail(Cancelled("the stream was ended"))  # unless it has ended
         if not self._is_lost:
             self._streams.move_to_end(self._key)
             self._set_timer(self._seconds)

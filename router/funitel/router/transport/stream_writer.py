@@ -131,6 +131,12 @@ class StreamWriter:
         self._draining: asyncio.Future[None] | None = None  # sends what waits, for a slow reader
         self._last_sent = time.monotonic()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an earlier write could not be sent: the next one raises why."""
+        sent = self._draining
+        return sent is not None and sent.done() and not sent.cancelled() and sent.exception() is not None
+
     def write(self, event: Event) -> None:
         """Send an event, or its frame, after all that waits.
 

@@ -313,7 +313,7 @@ async def test_it_is_listed_and_aborted_without_its_client(listen: Listen) -> No
 async def test_keep_alives_have_no_number_and_are_of_each_client(listen: Listen) -> None:
     async with listen(FakeEngine(pieces=("a", "b", "c"), pause=0.1)) as (client, app):
         first = await begun(client, "/v1/chat/completions", CHAT, 1)
-        stream = next(iter(app.state.resumable._streams.values()))
+        stream = next(iter(app.state.models.resumable._streams.values()))
         stream._stream.keep_alive_seconds = 0.01
         async with client.stream("GET", URL, params={"after": 1}) as answer:
             text = (await answer.aread()).decode()

@@ -75,7 +75,7 @@ def control_of(request: HttpRequest) -> ControlSocket | None:
 
 def resumable_of(request: HttpRequest) -> ResumableStreams:
     """The streams of the application that clients may resume."""
-    return cast(ResumableStreams, request.app.state.resumable)
+    return models_of(request).resumable
 
 
 def counted_route(handler: Handler) -> Handler:
