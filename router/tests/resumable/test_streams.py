@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from fakes import eventually
@@ -12,8 +13,10 @@ from starlette.types import Message
 
 from funitel.proto.errors import Cancelled, FunitelError, Gone, InvalidRequest, NotFound, StepFailed
 from funitel.router.core import request_context
+from funitel.router.core.journal import UNKEPT, KeptJournal, RequestJournal
 from funitel.router.resumable.header import last_event, resume_seconds
 from funitel.router.resumable.streams import MAX_GONE, STREAM_BYTES, ResumableStreams
+from funitel.router.transport.kept_answer import JOURNAL
 from funitel.router.transport.memory_budget import CLIENT
 from funitel.router.transport.sse import EventStream, Put
 
@@ -89,8 +92,8 @@ class Reader:
     def is_whole(self) -> bool:
         return bool(self.sent) and self.sent[-1].get("more_body") is False
 
-    async def reads_answer(self, answer: Response) -> None:
-        await answer({"type": "http", CLIENT: self}, self.receive, self.send)
+    async def reads_answer(self, answer: Response, journal: RequestJournal = UNKEPT) -> None:
+        await answer({"type": "http", CLIENT: self, JOURNAL: journal}, self.receive, self.send)
 
     async def has(self, text: str) -> bool:
         return self.body == text
@@ -105,8 +108,16 @@ class Reader:
 class Served:
     """One stream that is answered to its first client."""
 
-    def __init__(self, streams: ResumableStreams, name: str, seconds: int, *, done: bool = False) -> None:
-        self.streams, self.name = streams, name
+    def __init__(
+        self,
+        streams: ResumableStreams,
+        name: str,
+        seconds: int,
+        *,
+        done: bool = False,
+        journal: RequestJournal = UNKEPT,
+    ) -> None:
+        self.streams, self.name, self.journal = streams, name, journal
         self.script, self.client = Script(), Reader()
         self.context = request_context.RequestContext(name)
         stream = EventStream(self.script, lambda error: Said(text=error.message), done=done)
@@ -115,7 +126,7 @@ class Served:
 
     async def _answer(self) -> None:
         with request_context.request_context(self.name) as self.context:
-            await self.client.reads_answer(self.stream)
+            await self.client.reads_answer(self.stream, self.journal)
 
     def attach(self, after: int = 0) -> Response:
         return self.streams.attach(OWNER, self.name, after, "after")
@@ -320,6 +331,28 @@ async def test_a_second_stream_of_the_same_id_takes_the_place_of_the_first(strea
     assert first.script.was_cancelled
     second.script.end()
     await second.answering
+
+
+async def test_another_router_says_the_same_bytes_again(streams: ResumableStreams) -> None:
+    facts: dict[str, Any] = {}
+    first = Served(streams, "a", LONG, journal=KeptJournal("key", {}, facts.update))
+    first.stream._stream.keep_alive_seconds = 0.02
+    first.script.say("1")
+    await eventually(lambda: first.client.ends_with(":"), "a keep-alive")
+    first.script.say("2")
+    first.script.end()
+    await first.answering
+    assert first.client.body.startswith(frames("1") + ":\n\n")
+    assert first.client.body.endswith(frames("2", after=1))
+    second = Served(
+        ResumableStreams(LONG, 1 << 20), "a", LONG, journal=KeptJournal("key", facts, facts.update, is_replayed=True)
+    )
+    second.script.say("1", "2")
+    second.script.end()
+    await second.answering
+    assert second.client.body == first.client.body
+    async with second.reattached() as reader:
+        await reader.gets(frames("1", "2"))
 
 
 async def test_the_first_client_ends_with_a_task_that_is_cancelled(streams: ResumableStreams) -> None:

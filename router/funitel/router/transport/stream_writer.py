@@ -12,7 +12,7 @@ streams, since neither stays in the processor's caches. What a step gives to one
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -188,9 +188,15 @@ class StreamWriter:
         if self._draining is not None:
             self._draining.cancel()
 
-    async def repeat(self, data: bytes, seconds: float) -> None:
-        """Send `data` whenever `seconds` pass without an event, unless the client is a slow reader."""
+    def repeat(self, data: bytes, seconds: float) -> Coroutine[Any, Any, None]:
+        """Send `data` whenever `seconds` pass without an event, unless the client is a slow reader.
+
+        An answer that is taken over has what was repeated earlier from this call on, before the coroutine runs.
+        """
         self._repeated = data
+        return self._repeat(data, seconds)
+
+    async def _repeat(self, data: bytes, seconds: float) -> None:
         while True:
             idle = time.monotonic() - self._last_sent
             if idle < seconds:
