@@ -73,6 +73,7 @@ KEYS = {
     Access.ADMIN: "its own; admins",
     Access.FACT: "no",
     Access.CLOSED_FACT: "yes",
+    Access.CONTINUED: "that of the request",
     Access.LOGIN: "no",
     Access.PROBE: "no",
 }

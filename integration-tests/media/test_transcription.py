@@ -176,6 +176,20 @@ async def test_streams_say_what_whole_answers_say(server: Server) -> None:
             assert "".join(each["delta"] for each in deltas) == whole["text"]
 
 
+async def test_a_stream_that_lost_its_client_is_followed_again(server: Server) -> None:
+    form = {"files": {"file": ("a.wav", file_of(LONG_SECONDS))}, "data": {"language": "de", "stream": "true"}}
+    headers = {"x-resume-seconds": "60", "x-request-id": "sound"}
+    async with client_of(server.url) as client:
+        whole = await stream(client, file_of(LONG_SECONDS))
+        async with client.stream("POST", "/v1/audio/transcriptions", headers=headers, **form) as answer:
+            lines = answer.aiter_lines()
+            assert [await anext(lines), (await anext(lines))[:6]] == ["id: 1", "data: "]
+        text = (await client.get("/v1/requests/sound/stream", headers={"last-event-id": "1"})).text
+    events = [event.partition("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+    assert [number for number, _, _ in events] == [f"id: {number}" for number in range(2, len(whole) + 1)]
+    assert [json.loads(event[6:]) for _, _, event in events] == whole[1:]
+
+
 async def stream(client: httpx.AsyncClient, content: bytes, **fields: Any) -> list[dict[str, Any]]:
     answer = await post(client, content, language="de", stream="true", **fields)
     assert answer.status_code == 200, answer.text

@@ -23,6 +23,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     ├── QuotaExceeded             a key or a user has used up what it may within a month
     ├── NotFound                  the resource of a path does not exist
     │   └── ModelNotFound         the named model is not served
+    ├── Gone                      the resource of a path was there, and cannot be had any more
     ├── Conflict                  what is asked contradicts the state of a model: a name is taken, the model is in use
     ├── LaunchFailed              a model that a client waits for has failed to load
     ├── LaunchCancelled           a model that a client waits for was cancelled
@@ -258,6 +259,15 @@ class NotFound(FunitelError):
 
     http_status = 404
     error_type = "not_found"
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    metric = "validation"
+
+
+class Gone(FunitelError):
+    """The resource of a path was there, and cannot be had any more; the message says why."""
+
+    http_status = 410
+    error_type = "gone"
     grpc_status = grpc.StatusCode.NOT_FOUND
     metric = "validation"
 

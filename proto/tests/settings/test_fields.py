@@ -313,6 +313,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_total_body_bytes": COUNT,
     "max_unread_bytes": COUNT,
     "max_total_unread_bytes": COUNT,
+    "max_resume_seconds": st.integers(0, 86_400),
+    "max_resume_bytes": COUNT,
     "header_timeout_seconds": st.floats(0.001, 86_400),
     "body_timeout_seconds": st.floats(0.001, 86_400),
     "idle_timeout_seconds": st.floats(0.001, 86_400),

@@ -342,14 +342,14 @@ async def test_an_error_in_mid_stream_is_sent_again_as_it_was() -> None:
     app.fails_at = 4
     async with kept_sockets(app) as sockets:
         sockets.client.send(post("stream"))
-        sockets.journals.on_put = lambda facts: cut_writes(sockets, 40) if "failed" in facts else None
+        sockets.journals.on_put = lambda facts: cut_writes(sockets, 40) if "failure" in facts else None
         await app.allow(NUM_EVENTS)
 
         async def has_failed() -> bool:
-            return any("failed" in each.facts for each in sockets.journals.requests.values())
+            return any("failure" in each.facts for each in sockets.journals.requests.values())
 
         await eventually(has_failed, "the stream has failed")
-        known = json.loads(sockets.journals.requests[1].facts["failed"].removeprefix("data: "))
+        known = json.loads(sockets.journals.requests[1].facts["failure"][1].removeprefix("data: "))
         await sockets.restart()
         await head_of(sockets)
         *_, failed, done = await chunks_of(sockets)

@@ -187,6 +187,8 @@ class LauncherSettings:
     max_unread_bytes: int = _router("max_unread_bytes")
     max_total_unread_bytes: int = _router("max_total_unread_bytes")
     unread_timeout_seconds: float = _router("unread_timeout_seconds")
+    max_resume_seconds: int = _router("max_resume_seconds")
+    max_resume_bytes: int = _router("max_resume_bytes")
     wait_for_load: float = _router("wait_for_load")
     max_stored_responses: int = _router("max_stored_responses")
     max_stored_response_bytes: int = _router("max_stored_response_bytes")

@@ -106,7 +106,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "hostname port listen",
         "default_hostname address_file prometheus_port cors_allow_origin allowed_host max_connections max_header_bytes "
         "max_total_body_bytes max_unread_bytes max_total_unread_bytes header_timeout_seconds body_timeout_seconds "
-        "idle_timeout_seconds unread_timeout_seconds",
+        "idle_timeout_seconds unread_timeout_seconds max_resume_seconds max_resume_bytes",
     ),
     _group(
         "security",

@@ -22,6 +22,7 @@ MEANINGS = {
     403: "The API key is not for this route or model",
     404: "What the path names is not there, or no model of the name",
     409: "The state of the model forbids it",
+    410: "It was there, and cannot be had any more; the message says why",
     413: "The body is larger than --payload-limit",
     415: "The body is not declared as JSON",
     422: "A field breaks a rule; the message names it",

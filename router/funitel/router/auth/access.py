@@ -15,6 +15,7 @@ class Access(Enum):
     FACT = "no key: the route tells what the server is, and does nothing"
     CLOSED_FACT = "a key that is for the route; answered as long as the port answers, draining or not"
     LOGIN = "no key: the route begins or ends a session"
+    CONTINUED = "the key of the request that it continues: routes and limits of the key were checked then"
     PROBE = "no key: health checks have none"
 
     @property

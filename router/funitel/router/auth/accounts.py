@@ -81,6 +81,8 @@ class Account:
         One for operators, admins or users themselves must be among the key's routes by its very path, save for the key
         that is a setting and for sessions; a user's role must include that of the route.
         """
+        if access is Access.CONTINUED:
+            return
         routes = self.key.routes
         role = access.role
         if self.tenant is not None and role is not None and not self.tenant.role.includes(role):

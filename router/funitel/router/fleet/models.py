@@ -16,6 +16,7 @@ from funitel.router.fleet.history import ModelHistory
 from funitel.router.fleet.snapshot import GENERATE, READY, FleetModel, FleetSnapshot
 from funitel.router.middleware.operation import ModelUse
 from funitel.router.replica_set.table import ReplicaAddress
+from funitel.router.resumable.streams import ResumableStreams
 from funitel.router.serving.service import Service
 from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -117,6 +118,7 @@ class ServedModels:
         replayed: journals of requests that an earlier router has left; None as long as they are not known.
         history: the last hour of each, while its `run` runs.
         drained: set once the router drains.
+        resumable: the streams that clients may resume.
     """
 
     def __init__(self, own: Service) -> None:
@@ -128,6 +130,7 @@ class ServedModels:
         self.ending: list[Service] = []
         self._changed = asyncio.Event()
         self.drained = asyncio.Event()
+        self.resumable = ResumableStreams(own.settings.max_resume_seconds, own.settings.max_resume_bytes)
         self._models: dict[str, ServedModel] = {}
         self._by_model_id: dict[str, ServedModel] = {}
         self.history = ModelHistory(self)

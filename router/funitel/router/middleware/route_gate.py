@@ -40,7 +40,8 @@ class RouteGate:
         self._operation = operation
         self._accounts = accounts
         self._checks_key = accounts.is_asked_for and operation.is_protected
-        self._drain = drain if operation.is_protected and operation.access is not Access.CLOSED_FACT else None
+        is_counted = operation.is_protected and operation.access not in (Access.CLOSED_FACT, Access.CONTINUED)
+        self._drain = drain if is_counted else None
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,6 +58,8 @@ class RouteGate:
         if not self._checks_key:
             return nullcontext()
         account = check_key(scope, self._accounts, self._operation, self._models.only_name)
+        if self._operation.access is Access.CONTINUED:
+            return nullcontext()
         return self._charged(account, is_background=is_background_request(scope), was_admitted=was_admitted)
 
     @contextmanager

@@ -265,6 +265,18 @@ class RouterSettings:
     unread_timeout_seconds: float = setting(
         60.0, "Seconds without reading after which the connection of a client is closed.", bounds=TIMEOUT
     )
+    max_resume_seconds: int = setting(
+        300,
+        "Maximum seconds that a client may ask for with x-resume-seconds, in which a stream goes on without it and its "
+        "events are kept; 0: none are. See docs/requests.md.",
+        bounds=Bounds(minimum=0, maximum=MAX_TIMEOUT_SECONDS),
+    )
+    max_resume_bytes: int = setting(
+        1 << 26,
+        "Maximum bytes of all events that are kept for clients which lose their connection; above it, the stream with "
+        "the most cannot be resumed any more.",
+        bounds=POSITIVE,
+    )
     max_stored_responses: int = setting(
         1000, "Maximum of answers of /v1/responses kept in memory; 0 keeps none.", bounds=NOT_NEGATIVE
     )

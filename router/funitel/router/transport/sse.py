@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -32,6 +32,20 @@ KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventWriter(Protocol):
+    """What the events of a stream are written to."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the answer has begun: an error can only be an event then."""
+
+    def write(self, event: Event) -> None:
+        """Write an event, or its frame."""
+
+    async def end(self, data: bytes) -> None:
+        """Write the end."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -116,18 +130,21 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS | dict(headers or {}))
-        self._producer = producer
-        self._error_event = error_event
+        self.frame = frame
+        self.keep_alive = keep_alive
+        self.keep_alive_seconds = keep_alive_seconds
+        self.error_event = error_event
+        self.producer = producer
         self._done = done
-        self._frame = frame
-        self._keep_alive = keep_alive
-        self._keep_alive_seconds = keep_alive_seconds
+        self._journal: RequestJournal = UNKEPT
+        self._client: Client | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
-        writer = StreamWriter(send, direct, self.raw_headers, client, self._frame, journal)
+        self._journal, self._client = journal, client
+        writer = StreamWriter(send, direct, self.raw_headers, client, self.frame, journal)
         try:
-            await run_until_disconnect(receive, self._run(writer, journal, client))
+            await run_until_disconnect(receive, self._run(writer))
         except Cancelled as error:
             if not writer.is_ended:  # else the server ends the connection, which looks the same
                 request_context.current().error = error
@@ -135,52 +152,67 @@ class EventStream(Response):
         finally:
             writer.abandon()
 
-    async def _run(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
-        if journal.knows(HEAD):  # an error cannot become an ordinary answer any more
+    async def _run(self, writer: StreamWriter) -> None:
+        if self._journal.knows(HEAD):  # an error cannot become an ordinary answer any more
             writer.flush()
-        keep_alive = asyncio.ensure_future(writer.repeat(self._keep_alive, self._keep_alive_seconds))
+        keep_alive = asyncio.ensure_future(writer.repeat(self.keep_alive, self.keep_alive_seconds))
         try:
-            await self._produce(writer, journal, client)
-            await writer.end(DONE if self._done else b"")
+            await self.send_events(writer)
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
+    async def send_events(self, writer: StreamWriter) -> None:
+        """Send all events to the client; raises as `produce`."""
+        await self.produce(writer)
+
+    async def produce(self, writer: EventWriter) -> None:
+        """Write all events, and the end.
+
+        Raises:
+            Exception: it came before the answer has begun.
+        """
+        journal = self._journal
         has_failed = journal.knows(FAILURE)
         try:
-            await self._producer(partial(_write_until_failure, writer, journal) if has_failed else writer.write)
+            await self.producer(partial(_write_until_failure, writer, journal) if has_failed else writer.write)
             if has_failed:
                 raise _FailedEarlier("this stream has failed")
         except FunitelError as error:
             if not writer.is_started and not journal.knows(HEAD):
                 raise
-            self._fail(writer, error, journal, client)
+            self._fail(writer, error)
         except Exception:
             if not writer.is_started and not journal.knows(HEAD):
                 raise
             logger.exception("a stream failed")
-            self._fail(writer, FunitelError("internal error"), journal, client)
+            self._fail(writer, FunitelError("internal error"))
+        await writer.end(DONE if self._done else b"")
 
-    def _fail(self, writer: StreamWriter, error: FunitelError, journal: RequestJournal, client: Client | None) -> None:
+    def _fail(self, writer: EventWriter, error: FunitelError) -> None:
         """End a stream that has begun with an error: the one that an earlier router has ended it with, if one has.
 
         Where its client has other bytes already, the connection ends.
         """
         request_context.current().error = error
+        journal, client = self._journal, self._client
+        if not journal.key:
+            writer.write(self.error_event(error))
+            return
+        kept = cast(StreamWriter, writer)
         if not journal.knows(FAILURE):
-            writer.flush()
+            kept.flush()
             if journal.is_behind and client is not None:
                 logger.error("a stream that was taken over fails before the place that it had reached: %s", error)
                 client.disconnect("takeover")
                 return
-        frame = self._frame(self._error_event(error)).decode()
-        _, frame = journal.draw(FAILURE, lambda: (writer.num_events, frame))
+        frame = self.frame(self.error_event(error)).decode()
+        _, frame = journal.draw(FAILURE, lambda: (kept.num_events, frame))
         writer.write(frame.encode())
 
 
-def _write_until_failure(writer: StreamWriter, journal: RequestJournal, event: Event) -> None:
+def _write_until_failure(writer: EventWriter, journal: RequestJournal, event: Event) -> None:
     """Write an event unless an earlier router has ended the stream with an error before it."""
     num_events, _ = journal.draw(FAILURE, lambda: (0, ""))
-    if writer.num_events >= num_events:
+    if cast(StreamWriter, writer).num_events >= num_events:
         raise _FailedEarlier("this stream has failed")
     writer.write(event)

@@ -137,6 +137,12 @@ class StreamWriter:
         """Events that were given to `write`."""
         return self._num_events
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an earlier write could not be sent: the next one raises why."""
+        sent = self._draining
+        return sent is not None and sent.done() and not sent.cancelled() and sent.exception() is not None
+
     def write(self, event: Event) -> None:
         """Send an event, or its frame, after all that waits.
 
@@ -161,6 +167,12 @@ class StreamWriter:
         self._last_sent = time.monotonic()
         if self._draining is not None:
             self._keep(len(data))
+
+    async def drain(self) -> None:
+        """Wait until nothing waits for a slow reader."""
+        self._flush()
+        if self._draining is not None:
+            await self._draining
 
     async def end(self, data: bytes) -> None:
         """Send the end of the body, after all that waits."""

@@ -23,6 +23,9 @@ from funitel.router.engine.interface import Admits
 from funitel.router.fleet.control import ControlSocket
 from funitel.router.fleet.models import ServedModels
 from funitel.router.middleware.access_log import REQUEST_ID_FACT
+from funitel.router.middleware.auth import tenant_of
+from funitel.router.resumable.header import resume_seconds
+from funitel.router.resumable.streams import ResumableStreams
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.text.encode_pool import SHORT_CHARACTERS
@@ -70,6 +73,11 @@ def models_of(request: HttpRequest) -> ServedModels:
 def control_of(request: HttpRequest) -> ControlSocket | None:
     """The control plane of the router; None where it has none."""
     return cast(ControlSocket | None, request.app.state.control)
+
+
+def resumable_of(request: HttpRequest) -> ResumableStreams:
+    """The streams of the application that clients may resume."""
+    return models_of(request).resumable
 
 
 def counted_route(handler: Handler) -> Handler:
@@ -155,6 +163,7 @@ async def _reserved(
     request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler, *, is_upload: bool
 ) -> Response:
     arrived = Arrival.of(request)
+    seconds = resume_seconds(request.headers, resumable_of(request).max_seconds)
     incoming = arrived.incoming
     request_context.current().owner = arrived.key
     was_admitted = is_replayed(request.scope)
@@ -173,7 +182,16 @@ async def _reserved(
             arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
             held.callback(reservation.release)
         response = await handler(IncomingRequest(request, service, arrived))
-        return _ReservedStream(response, held.pop_all()) if isinstance(response, EventStream) else response
+        if not isinstance(response, EventStream):
+            return response
+        stream = response if seconds is None else _resumable(request, response, seconds)
+        return _ReservedStream(stream, held.pop_all())
+
+
+def _resumable(request: HttpRequest, stream: EventStream, seconds: int) -> Response:
+    """Make a stream one that its client may resume, by the id of the request."""
+    request_id = request_context.current().request_id
+    return resumable_of(request).begin(tenant_of(request.scope), request_id, seconds, stream)
 
 
 def _journalled(request: HttpRequest, service: Service, arrived: Arrival) -> Arrival:
@@ -192,7 +210,7 @@ def _journalled(request: HttpRequest, service: Service, arrived: Arrival) -> Arr
 class _ReservedStream(Response):
     """A stream that holds the reservation until its request is submitted, or it ends."""
 
-    def __init__(self, stream: EventStream, held: ExitStack) -> None:
+    def __init__(self, stream: Response, held: ExitStack) -> None:
         self._stream = stream
         self._held = held
 

@@ -10,10 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NotFound
-from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.handler import models_of
+from funitel.router.api.common.body import json_answer, query_of
+from funitel.router.api.common.handler import models_of, resumable_of
 from funitel.router.api.common.visibility import visible_owners
-from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord
+from funitel.router.api.requests.schema import AbortedRequest, RequestList, RequestRecord, StreamQuery
+from funitel.router.middleware.auth import tenant_of
+from funitel.router.resumable.header import LAST_EVENT, last_event
 from funitel.router.serving.running import ActiveRequest, RunningState
 
 OF_A_BATCH = "is one of a batch: only the batch can be changed, which `POST /v1/batches/{batch_id}/cancel` ends"
@@ -56,6 +58,14 @@ async def resume(http: HttpRequest) -> Response:
     for request in found:
         request.resume()
     return json_answer(_record(found[0], time.monotonic()))
+
+
+async def stream(http: HttpRequest) -> Response:
+    """`GET /v1/requests/{request_id}/stream`: the events of a stream after a number, for its owner alone."""
+    after, field = query_of(http, StreamQuery).after, "after"
+    if after is None:
+        after, field = last_event(http.headers) or 0, LAST_EVENT
+    return resumable_of(http).attach(tenant_of(http.scope), http.path_params["request_id"], after, field)
 
 
 def _visible(http: HttpRequest) -> list[ActiveRequest]:

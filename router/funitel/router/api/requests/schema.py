@@ -1,8 +1,8 @@
 """Answer records of the routes for requests that run."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 
 class RequestRecord(BaseModel):
@@ -24,6 +24,18 @@ class RequestList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[RequestRecord]
+
+
+class StreamQuery(BaseModel):
+    """Where a stream is resumed."""
+
+    after: int | None = Field(
+        None, ge=0, description="Number of the last event that the client has; else that of the header Last-Event-ID."
+    )
+
+
+class StreamEvent(RootModel[dict[str, Any]]):
+    """An event of a stream, as the route of its request sends it."""
 
 
 class AbortedRequest(BaseModel):
