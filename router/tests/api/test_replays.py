@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -80,6 +81,7 @@ class KeptClient:
     def __init__(self, facts: dict[str, Any] | None = None) -> None:
         self.facts: dict[str, Any] = json.loads(json.dumps(facts or {}))
         self.num_puts = 0
+        self._transport: Any = SimpleNamespace(written=0, skip=0)
         self.is_unkept = False
         self.reason = ""  # why it was disconnected
 
@@ -90,7 +92,7 @@ class KeptClient:
         del scope[WHOLE]
         is_replayed = KEY in self.facts
         self.facts.setdefault(KEY, "the-key")
-        return AnswerJournal(self.facts[KEY], dict(self.facts), self._put, lambda: 0, is_replayed=is_replayed)
+        return AnswerJournal(self.facts[KEY], dict(self.facts), self._put, self._transport, is_replayed=is_replayed)
 
     def _put(self, facts: dict[str, Any]) -> None:
         self.num_puts += 1
