@@ -292,7 +292,7 @@ class Keeper:
         if router.generation is None or router.is_waiting:
             return
         left = [kept for kept in self._connections.values() if kept.generation == router.generation]
-        following = next((each for each in self._routers if each.generation == router.generation), None)
+        following = next((each for each in reversed(self._routers) if each.generation == router.generation), None)
         num_requests = sum(len(kept.requests) for kept in left)
         logger.info(
             "router has ended pid=%d generation=%d connections=%d requests=%d",

@@ -412,12 +412,6 @@ class HttpConnection(HttpToolsProtocol):
                 self._watch()
         elif left.partial:
             self.data_received(left.partial)
-        self.loop.call_soon(self._stay_paused)
-
-    def _stay_paused(self) -> None:
-        """Pause reading where that was asked for before it began."""
-        if self.flow.read_paused and not self.transport.is_closing():
-            self.transport.pause_reading()
 
     def _refuse_lost(self) -> None:
         """Answer what is not in the journal with an error."""

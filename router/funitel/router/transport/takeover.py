@@ -116,7 +116,7 @@ class Takeover:
         try:
             if self._tls:
                 raise Lost("its keys were those of the earlier router")
-            journal, num_requests = _journal_of(kept, self._link)
+            journal, num_requests = journal_of(kept, self._link)
         except (Lost, OSError) as why:
             logger.warning("a connection ends, which cannot be taken over: %s", why)
             kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -143,7 +143,7 @@ class Takeover:
         return cast(list[HttpConnection], list(state.connections))
 
 
-def _journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
+def journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
     """The journal of a connection with what an earlier router has left, and the number of requests in it.
 
     Raises:
@@ -167,7 +167,7 @@ def _journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]
 def _answerable(requests: list[JournalledRequest], input_end: int) -> tuple[list[JournalledRequest], int]:
     """The requests that can be answered anew, one behind the other, and where the input of the last one ends."""
     found: list[JournalledRequest] = []
-    for request in requests:
+    for request in sorted(requests, key=lambda request: request.number):  # those that wait are noted first
         facts = request.facts
         is_unkept = UNKEPT_ANSWER in facts or (BEGUN in facts and KEY not in facts)
         if is_unkept or facts.get(INPUT_END) != input_end + len(request.raw):
