@@ -42,17 +42,36 @@ async def connect(
     began = time.monotonic()
     places = listed_replicas(settings) if replicas is None else replicas
     async with AsyncExitStack() as undo:
-        found = await _connect_all(places, settings, undo)
+        present = await _with_work(places, settings)
+        found = await _connect_all(present, settings, undo)
         if any(info.encoder is not None for shards in found for info in shards.infos):
-            engine: Inference | EncoderEngine = start_encoder(list(zip(places, found, strict=True)), settings, metrics)
+            engine: Inference | EncoderEngine = start_encoder(list(zip(present, found, strict=True)), settings, metrics)
         else:
-            members = await _start_all(places, found, settings, metrics, undo)
+            members = await _start_all(present, found, settings, metrics, undo)
             engine = ReplicaSet(members, settings, metrics, await _kept_outputs(found, settings))
+            for place in places:
+                if place not in present:
+                    engine.add_when_it_answers(place)
         undo.pop_all()
     seconds = time.monotonic() - began
     metrics.observe_attach(seconds)
     metrics.set_load_seconds(seconds)
     return engine
+
+
+async def _with_work(places: Sequence[ReplicaAddress], settings: RouterSettings) -> Sequence[ReplicaAddress]:
+    """The replicas to begin with: all, unless sequences of an earlier router would wait for one that is lost."""
+    if settings.keeper is None or len(places) == 1:
+        return places
+    calls = (Shards.connect(place.address, tls=settings.shard_tls, keeps=True) for place in places)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    found = {place: shards for place, shards in zip(places, answers, strict=True) if isinstance(shards, Shards)}
+    try:
+        if len(found) == len(places) or not any(await _all_of([shards.outputs() for shards in found.values()])):
+            return places
+    finally:
+        await asyncio.gather(*(shards.close() for shards in found.values()))
+    return list(found)
 
 
 async def _connect_all(

@@ -264,6 +264,29 @@ async def test_a_call_that_one_rank_lacks_is_sent_to_it(tmp_path: Path) -> None:
         await fleet.close()
 
 
+async def test_sequences_do_not_wait_for_a_replica_that_was_lost_with_the_router(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        routers = Routers(tmp_path, 2)
+        await routers.open(stack)
+        asked = [keyed(request(9, 60, first=10 * i), f"r{i}/1") for i in range(4)]
+        for replica in routers.replicas:
+            replica[0].delay = lambda: 0.002
+        await begun(await routers.begin(), asked, 3)
+        held = [set(replica[0].parts) for replica in routers.replicas]
+        assert all(held), "both have some"
+        await routers.kill()
+        await routers.replicas[1][0].die()
+        fleet = await asyncio.wait_for(routers.begin(), 5)
+        fleet.replays_begun(journals(asked))
+        assert await read_all(fleet, replayed(asked, was_begun=True)) == [expected(each) for each in asked]
+        assert len(fleet.replicas) == 1
+        sockets = routers.folders[1] / "shard-0"
+        await holds(lambda: not sockets.exists(), "the old one has ended")
+        await stack.enter_async_context(fake_shards(routers.folders[1], has_step_sockets=True, device_type="cpu"))
+        await holds(lambda: len(fleet.replicas) == 2, "it serves when it is back")
+        await fleet.close()
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_tokens_are_those_of_an_undisturbed_run_over_takeovers_at_random_moments(
     tmp_path: Path, seed: int

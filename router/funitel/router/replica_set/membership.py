@@ -163,6 +163,24 @@ class Membership(ABC, Generic[T]):
         self._metrics.observe_attach(seconds)
         logger.info("replica %d joined after %.1f s; %s", replica_id, seconds, self._state(words))
 
+    def add_when_it_answers(self, place: ReplicaAddress) -> None:
+        """Let a replica serve beside the others once its shards answer, however long that takes."""
+        self._joining[place.replica_id] = place
+        self._tasks.start(self._add_when_it_answers(place))
+
+    async def _add_when_it_answers(self, place: ReplicaAddress) -> None:
+        began = time.monotonic()
+        member = await reconnect(place.address, self._settings.shard_tls, partial(self._join, place))
+        if self._joining.get(place.replica_id) is not place:
+            member.slot.metrics.remove()
+            await member.close()
+            return
+        del self._joining[place.replica_id]
+        words = self._enter(member)
+        logger.info(
+            "replica %d joined after %.1f s; %s", place.replica_id, time.monotonic() - began, self._state(words)
+        )
+
     def _check_new(self, replica_id: int, address: str, weight: float) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
