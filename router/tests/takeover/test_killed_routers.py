@@ -44,7 +44,9 @@ class Routers:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             command = [sys.executable, dying_routers.__file__, path]
-            self._forking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_env())
+            self._forking = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_env()
+            )
         self._pid = 0
 
     def start(self) -> None:
