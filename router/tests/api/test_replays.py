@@ -597,6 +597,7 @@ EXCEPTIONS = {
     "middleware/route_gate.py:RouteGate._charged": LIMITS,
     "serving/arrival.py:Arrival.of": "its distance to the wall clock's arrival is drawn",
     "serving/prepare.py:GenerationJob": "for headers and metrics, and for timings, which are drawn",
+    "serving/run.py:_Run": "for metrics",
     "serving/running.py:ActiveRequest": LIMITS,
     "serving/step_queries.py": LIMITS,
     "serving/validation.py:random_seed": BY_CALLERS,
