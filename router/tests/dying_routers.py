@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -48,6 +48,9 @@ class Models:
     def __init__(self) -> None:
         self.drain = Drain()
         self.metrics = Metrics()
+
+    def replays_begun(self, journals: Collection[str]) -> None:
+        pass
 
     def fail_all(self, error: FunitelError) -> None:
         pass

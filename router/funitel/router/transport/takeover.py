@@ -82,9 +82,11 @@ class Takeover:
         self._tls = {} if config.ssl is None else {"ssl": config.ssl, "ssl_handshake_timeout": handshake_seconds}
         left, self._left = self._left, []
         num_requests = 0
-        journals = [request.facts[KEY] for kept in left for request in kept.requests if KEY in request.facts]
+        journals: list[str] = []
         for kept in left:
-            num_requests += await self._take_over(kept)
+            count = await self._take_over(kept)
+            num_requests += count
+            journals += [request.facts[KEY] for request in kept.requests[:count] if KEY in request.facts]
         if left:
             logger.info("took over connections=%d requests=%d", len(left), num_requests)
         self._link.on_connection = self._take
