@@ -392,7 +392,8 @@ def test_a_router_that_does_not_yield_is_killed(
     script = (
         "import sys, time; from funitel.proto.keeper.channel import Channel;"
         "from funitel.proto.keeper.messages import RouterHello, Kind, Packet; channel = Channel.to(sys.argv[1]);"
-        "channel.send(Packet(Kind.HELLO, raw=RouterHello(1).encode()), 1.0); channel.receive_within(9.0); time.sleep(60)"
+        "channel.send(Packet(Kind.HELLO, raw=RouterHello(1).encode()), 1.0); channel.receive_within(9.0);"
+        "time.sleep(60)"
     )
     hanging = subprocess.Popen([sys.executable, "-c", script, stage.path])
     try:

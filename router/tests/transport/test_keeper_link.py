@@ -345,6 +345,7 @@ async def test_a_keeper_that_hangs_costs_a_moment(
     monkeypatch.setattr(keeper_link, "SEND_SECONDS", 0.1)
     monkeypatch.setattr(keeper_link, "ANSWER_SECONDS", 0.1)
     kept, client = await a_connection(deployment, router)
+    ended, leaving = await a_connection(deployment, router)
     assert deployment.keeper is not None
     os.kill(deployment.keeper.pid, signal.SIGSTOP)
     try:
@@ -363,11 +364,15 @@ async def test_a_keeper_that_hangs_costs_a_moment(
         kept.sock.sendall(b"served on")
         assert client.recv(100) == b"served on"
         router.link.done(kept.id, 1, Settled(1, 5, 9))
+        ended.sock.close()
+        router.link.release(ended.id)
     finally:
         os.kill(deployment.keeper.pid, signal.SIGCONT)
     # It gets what it has missed, from the same router.
     await fed(caplog)
+    assert await asyncio.to_thread(leaving.recv, 1) == b""
     await a_connection(deployment, router)
+    assert len(router.got) == 3
     router.end()
     left = (await another(deployment)).left
     assert [(each.id == kept.id, each.settled.number, each.requests) for each in left] == [

@@ -202,7 +202,10 @@ class Keeper:
         self._selector.register(channel.sock, selectors.EVENT_READ, lambda events: self._serve(router, events))
 
     def _serve(self, router: RouterChannel, events: int) -> None:
-        """Receive what a router sends, and send it what waits."""
+        """Receive all that a router has sent, and send it what waits.
+
+        Where a router that was lost comes again, its first channel is received to the end before the second is greeted.
+        """
         if router not in self._routers:
             return  # its end was noted in this turn
         try:
@@ -263,19 +266,12 @@ class Keeper:
             return
         if router.generation is not None:
             return
-        self._drain(router.pid)
         router.generation = hello.generation
         if hello.feeds:
             self._send(router, Packet(Kind.END))
         else:
             router.is_waiting = True
             self._advance(hello.generation)
-
-    def _drain(self, pid: int) -> None:
-        """Receive what a process has sent before it closed its channel: it may have another one."""
-        for router in tuple(self._routers):
-            if router.pid == pid and router.generation is not None:
-                self._serve(router, selectors.EVENT_READ)
 
     def _advance(self, generation: int) -> None:
         """Give the newest router that waits what it waits for, once the others of its generation have ended."""
