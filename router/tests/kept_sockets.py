@@ -124,7 +124,8 @@ class KeptSockets:
 
     async def die(self) -> None:
         """End the router at once: what its transport has not given to the kernel is lost."""
-        assert self._router is not None and self.connection is not None
+        assert self._router is not None
+        assert self.connection is not None
         self._router.die()
         self.connection.transport.abort()
         await self._is_gone()

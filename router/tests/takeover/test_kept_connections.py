@@ -761,7 +761,8 @@ async def test_what_was_handed_over_and_then_lost_is_refused() -> None:
 
 async def has_read(sockets: KeptSockets, count: int) -> None:
     async def read() -> bool:
-        assert sockets.connection is not None and sockets.connection._kept is not None
+        assert sockets.connection is not None
+        assert sockets.connection._kept is not None
         return sockets.connection._kept.num_input == count
 
     await eventually(read, f"{count} bytes were read")
