@@ -3,8 +3,9 @@
 The model is random, of the shape of SmolVLM-256M: a text model of 135M weights, and a tower of 93M that makes 64
 features of a tile of 512 pixels. Turns: a conversation with a picture is asked again with one sentence more, with the
 picture that the shards have encoded (hit), and with another that they have not (miss); the rest of the prompt is not
-cached in either. Gaps: streams decode, alone and beside one request with eight pictures, in alternation. A figure is
-the median over rounds, with the smallest and the largest. The last line is one JSON object.
+cached in either. Gaps: streams decode beside one request with eight pictures, and others alone, in alternation, until
+they have as many tokens: a step takes longer the longer the contexts are. A figure is the median over rounds, with the
+smallest and the largest. The last line is one JSON object.
 
     python benchmarks/media.py [--streams 16] [--pictures 8] [--rounds 5] [-- FLAGS]
 """
@@ -87,7 +88,8 @@ async def gaps(server: Server, given: argparse.Namespace) -> dict[str, list[floa
     found: dict[str, list[float]] = {"alone": [], "beside": [], "pictures": []}
     async with client_of(server.url) as client:
         for turn in range(given.rounds + 1):
-            for kind in ("alone", "beside") if turn % 2 else ("beside", "alone"):
+            num_tokens = 0  # of the streams beside the pictures
+            for kind in ("beside", "alone"):
                 prompts = [f"{turn} {kind} stream {place}" for place in range(given.streams)]
                 asked = [asyncio.create_task(_long(client, prompt)) for prompt in prompts]
                 await asyncio.sleep(1.5)
@@ -95,8 +97,10 @@ async def gaps(server: Server, given: argparse.Namespace) -> dict[str, list[floa
                 if kind == "beside":
                     pictures = [picture(640, 480, next(_seeds)) for _ in range(given.pictures)]
                     seconds = await first_token(client, content_of(["Compare: ", *pictures]))
+                    num_tokens = max(len(_instants[prompt]) for prompt in prompts)
                 else:
-                    await asyncio.sleep(4)
+                    while max(len(_instants[prompt]) for prompt in prompts) < num_tokens:
+                        await asyncio.sleep(0.05)
                 end = time.monotonic()
                 for each in asked:
                     each.cancel()
