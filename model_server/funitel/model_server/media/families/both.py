@@ -19,4 +19,12 @@ class SeveralEncoders:
 
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:
         """See MediaEncoder; the kind is one of `kinds`."""
-        return self._by_kind[MediaKind(media.kind)].encode(media, pause)
+        return self._by_kind[media.kind].encode(media, pause)
+
+    def has_batches(self, kind: MediaKind) -> bool:
+        """See MediaEncoder."""
+        return self._by_kind[kind].has_batches(kind)
+
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """See MediaEncoder."""
+        return self._by_kind[media[0].kind].encode_alike(media, pause)

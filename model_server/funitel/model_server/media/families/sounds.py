@@ -1,7 +1,7 @@
 """The encoders of sounds in prompts: transformers' audio towers and projectors, over log-mel spectrograms."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,14 @@ class SoundEncoder:
         self._row = row
         self._model = model
         self._device = device
+
+    def has_batches(self, kind: MediaKind) -> bool:
+        """See MediaEncoder: a sound is long enough alone."""
+        return False
+
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """See MediaEncoder."""
+        return [self.encode(each, pause) for each in media]
 
     @torch.inference_mode()
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:

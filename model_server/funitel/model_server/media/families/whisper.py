@@ -1,5 +1,6 @@
 """The audio encoder of Whisper: a log-mel spectrogram -> features that the decoder looks at."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -52,6 +53,14 @@ class WhisperEncoder:
         layers = range(spec.num_layers)
         self._layers = [_Layer(spec, weights, f"{prefix}.layers.{i}") for i in layers]
         self._norm = NormLayer(spec, weights, f"{prefix}.layer_norm", width)
+
+    def has_batches(self, kind: MediaKind) -> bool:
+        """See MediaEncoder: a sound is long enough alone."""
+        return False
+
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """See MediaEncoder."""
+        return [self.encode(each, pause) for each in media]
 
     @torch.inference_mode()
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:
