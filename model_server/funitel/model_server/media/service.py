@@ -13,7 +13,6 @@ from funitel.model_server.media.time_slices import TimeSlices
 from funitel.proto.errors import FunitelError, InvalidRequest
 from funitel.proto.step import MediaFacts, MediaInput
 
-
 MAX_BATCH_BYTES = 1 << 20
 """Of the values of items in one forward: 1,365 patches of 16 x 16 pixels. Larger ones gain nothing by company."""
 _Asked = tuple[MediaInput, Future[int]]

@@ -90,7 +90,9 @@ def _attention(
     heads = min(num_heads, max(1, most // (of_query * rows)))
     if num_batches * num_heads * num_queries * of_query <= most:
         return None
-    found = query.new_empty(num_batches, num_queries, num_heads, value.shape[-1]).transpose(1, 2)  # as one that is whole
+    found = query.new_empty(num_batches, num_queries, num_heads, value.shape[-1]).transpose(
+        1, 2
+    )  # as one that is whole
     for batch in range(num_batches):
         for head in range(0, num_heads, heads):
             for row in range(0, num_queries, rows):

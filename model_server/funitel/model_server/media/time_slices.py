@@ -2,8 +2,8 @@
 
 Steps come first. Behind a step the encoder has a slice of time, a share of what steps usually take, in which a step
 that comes waits. So the gaps between steps grow by that share, and by one part of the encoder's work at most; and the
-encoder never starves. A step that takes longer than others, as of a long prompt, has no longer slice behind it: the next
-token of each stream is late already. While no step comes the encoder computes without a break.
+encoder never starves. A step that takes longer than others, as of a long prompt, has no longer slice behind it: the
+next token of each stream is late already. While no step comes the encoder computes without a break.
 """
 
 import time

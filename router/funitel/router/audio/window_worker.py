@@ -1,9 +1,9 @@
 """Decode the sounds of prompts in a sandbox process, and make spectrograms.
 
-The setup has the form and the number of mel bins of these, the most seconds, and what sets them. Forms: `windows`, whole
-windows of Whisper's, and `magnitudes`. A task is empty, and its attachment the
-file. An answer is what is wrong with the file, or its number of samples and of frames, with the spectrogram
-[mel bins, frames] float32, little-endian.
+The setup has the form and the number of mel bins of these, the most seconds, and what sets them. The forms are
+`windows`, whole windows of Whisper's, and `magnitudes`. A task is empty, and its attachment the file. An answer is
+what is wrong with the file, or its number of samples and of frames, with the spectrogram [mel bins, frames] float32,
+little-endian.
 """
 
 from typing import Any

@@ -3,9 +3,9 @@
 A sequence *holds* its items from before it is queued to its end: after a preemption their features are needed again.
 Sequences that wait are served one after the other, those of batches behind all others; API keys take turns, so that one
 of many images delays others by one sequence. Items are encoded one by one, or small ones of one shape together, which
-the shards compute at once: those of the sequence that is served, then those of others, as far as there is room. Only the
-sequence that is served makes room, by eviction of the items that no sequence holds, the least recently used first; it
-holds nothing itself while it waits, so that sequences never wait for each other. Event loop only.
+the shards compute at once: those of the sequence that is served, then those of others, as far as there is room. Only
+the sequence that is served makes room, by eviction of the items that no sequence holds, the least recently used first;
+it holds nothing itself while it waits, so that sequences never wait for each other. Event loop only.
 """
 
 import asyncio

@@ -96,9 +96,10 @@ def sound_family_of(files: ModelFiles, tokenizer: Tokenizer) -> SoundFamily | No
             raise StartupError(
                 f"the model's feature extractor has {key} {extractor[key]!r:.40}: sounds are served with {value}"
             )
-    if row.form == "windows" and _FRAMES_PER_POSITION * (
-        positions := _number(tower, "max_source_positions", 1500)
-    ) != WINDOW_FRAMES:
+    if (
+        row.form == "windows"
+        and _FRAMES_PER_POSITION * (positions := _number(tower, "max_source_positions", 1500)) != WINDOW_FRAMES
+    ):
         raise StartupError(f"the model's audio_config has max_source_positions {positions}: 1500 are served")
     named = FamilyFiles(files, tokenizer).named
     placeholder = named("audio", row.placeholder)

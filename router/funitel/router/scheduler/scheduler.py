@@ -181,7 +181,9 @@ class Scheduler:
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(
-                self._budget(part.load, most_seconds, has_media=self._has_media(part.with_pending, may_enter=may_enter)),
+                self._budget(
+                    part.load, most_seconds, has_media=self._has_media(part.with_pending, may_enter=may_enter)
+                ),
                 part.computed,
                 part.with_pending,
                 may_enter=may_enter,

@@ -127,9 +127,8 @@ def test_gaps_stay_within_the_default_and_most_of_it_is_used(costs: dict[str, fl
 def test_a_prompt_with_media_makes_shorter_gaps_and_is_never_urgent() -> None:
     machine = Machine(base=0.02)
     machine.decode()
-    machine.prompt(7000)
-    load = StepLoad(8, 1600)
-    plain = machine.seconds(load)
+    machine.prompt(1000)
+    plain = machine.seconds(StepLoad(8, 1600))
     counts = {}
     for has_media in (False, True):
         for is_urgent in (False, True):

@@ -22,8 +22,8 @@ class TowerRow:
 
     `model` is the class in transformers, of which the parts `left_out` are dropped. `inputs` makes what
     `get_image_features` takes of pixels [n, 3, height, width]; `features` makes [num_features, hidden_size] of its
-    output. `inputs` of images of one size may be concatenated where it `has_batches`. `has_axes`, `has_whole_spans`: see
-    `MediaEncoder`.
+    output. `inputs` of images of one size may be concatenated where it `has_batches`. `has_axes`, `has_whole_spans`:
+    see `MediaEncoder`.
     """
 
     model: str
