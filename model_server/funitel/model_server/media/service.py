@@ -77,11 +77,10 @@ class FeatureService:
     def _answer(self, batch: Sequence[_Asked]) -> None:
         """Encode items of one form; after a failure each of several alone, so that only those fail that have to."""
         try:
-            missing = {media.key: media for media, _ in batch if self.cache.get(media.key) is None}
-            if missing:
-                self._encode(list(missing.values()))
-            sizes = [self._known(media).num_bytes for media, _ in batch]
-        except BaseException as error:
+            found = {media.key: self.cache.get(media.key) for media, _ in batch}
+            missing = {media.key: media for media, _ in batch if found[media.key] is None}
+            found |= self._encode(list(missing.values())) if missing else {}
+        except Exception as error:
             if len(batch) > 1 and isinstance(error, FunitelError):
                 for asked in batch:
                     self._answer([asked])
@@ -89,16 +88,13 @@ class FeatureService:
             for _, future in batch:
                 future.set_exception(error)
             return
-        for (_, future), size in zip(batch, sizes, strict=True):
-            future.set_result(size)
+        for media, future in batch:
+            features = found[media.key]
+            assert features is not None
+            future.set_result(features.num_bytes)
 
-    def _known(self, media: MediaInput) -> MediaFeatures:
-        found = self.cache.get(media.key)
-        assert found is not None
-        return found
-
-    def _encode(self, media: Sequence[MediaInput]) -> None:
-        """Compute the features of items of one form, and keep them."""
+    def _encode(self, media: Sequence[MediaInput]) -> dict[bytes, MediaFeatures]:
+        """Compute the features of items of one form, and keep them; by key."""
         first = media[0]
         if first.kind not in self.encoder.kinds:
             raise InvalidRequest(f"kind {first.kind.name.lower()} is not taken by this model", "kind")
@@ -115,6 +111,7 @@ class FeatureService:
                     "num_features",
                 )
             self.cache.put(each.key, own)
+        return {each.key: own for each, own in zip(media, found, strict=True)}
 
     def _features_of(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
         return self.encoder.encode_alike(media, pause) if len(media) > 1 else [self.encoder.encode(media[0], pause)]

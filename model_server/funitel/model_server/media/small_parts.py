@@ -125,7 +125,7 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> torch.Tensor | None:
-    """One of patches becomes a matrix product, whose channels lie side by side; others are cut along images."""
+    """One of patches becomes a matrix product, with the channels side by side; others are cut along images."""
     size = tuple(weight.shape[2:])
     steps = tuple(stride) if isinstance(stride, list | tuple) else (stride,) * len(size)
     if input.dim() != weight.dim() or groups != 1:
@@ -187,7 +187,8 @@ def _gelu(pause: Yield, input: torch.Tensor, approximate: str = "none") -> torch
     if input.numel() <= MAX_ELEMENTS or not input.is_contiguous():
         return None
     found = torch.empty_like(input)
-    for part, out in zip(input.view(-1).split(MAX_ELEMENTS), found.view(-1).split(MAX_ELEMENTS), strict=True):
+    parts = [torch.split(each.view(-1), MAX_ELEMENTS) for each in (input, found)]
+    for part, out in zip(*parts, strict=True):
         pause()
         torch.ops.aten.gelu.out(part, approximate=approximate, out=out)
     return found
