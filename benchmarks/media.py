@@ -3,8 +3,9 @@
 The model is random, of the shape of SmolVLM-256M: a text model of 135M weights, and a tower of 93M that makes 64
 features of a tile of 512 pixels. Turns: a conversation with a picture is asked again with one sentence more, with the
 picture that the shards have encoded (hit), and with another that they have not (miss); the rest of the prompt is not
-cached in either. Gaps: streams decode, alone and beside one request with eight pictures, in alternation. A figure is
-the median over rounds, with the smallest and the largest. The last line is one JSON object.
+cached in either. Gaps: streams decode beside one request with eight pictures, and others alone, in alternation, until
+they have as many tokens: a step takes longer the longer the contexts are. A figure is the median over rounds, with the
+smallest and the largest. The last line is one JSON object.
 
     python benchmarks/media.py [--streams 16] [--pictures 8] [--rounds 5] [-- FLAGS]
 """
@@ -45,6 +46,7 @@ VISION = {
 }
 CONFIG = {"scale_factor": 4}
 IMAGES = {"size": {"longest_edge": 512}, "max_image_size": {"longest_edge": 512}, "do_image_splitting": False}
+MAX_TOKENS = 1500  # of a stream beside pictures, which is hung up on before
 _seeds = count(1000)
 
 
@@ -87,22 +89,26 @@ async def gaps(server: Server, given: argparse.Namespace) -> dict[str, list[floa
     found: dict[str, list[float]] = {"alone": [], "beside": [], "pictures": []}
     async with client_of(server.url) as client:
         for turn in range(given.rounds + 1):
-            for kind in ("alone", "beside") if turn % 2 else ("beside", "alone"):
+            num_tokens = MAX_TOKENS
+            for kind in ("beside", "alone"):
                 prompts = [f"{turn} {kind} stream {place}" for place in range(given.streams)]
-                asked = [asyncio.create_task(_long(client, prompt)) for prompt in prompts]
+                asked = [asyncio.create_task(_long(client, prompt, num_tokens)) for prompt in prompts]
                 await asyncio.sleep(1.5)
                 begin = time.monotonic()
                 if kind == "beside":
                     pictures = [picture(640, 480, next(_seeds)) for _ in range(given.pictures)]
                     seconds = await first_token(client, content_of(["Compare: ", *pictures]))
+                    num_tokens = max(len(_instants[prompt]) for prompt in prompts)
                 else:
-                    await asyncio.sleep(4)
+                    await asyncio.wait(asked)
                 end = time.monotonic()
+                is_early = kind == "beside" and any(each.done() for each in asked)
                 for each in asked:
                     each.cancel()
                 answers = await asyncio.gather(*asked, return_exceptions=True)
-                early = [answer for answer in answers if not isinstance(answer, asyncio.CancelledError)]
-                assert not early, f"a stream ended early: {early[0]!r:.200}"
+                failed = [each for each in answers if isinstance(each, Exception)]
+                assert not is_early, "a stream ended early"
+                assert not failed, failed
                 instants = [_instants.pop(prompt) for prompt in prompts]
                 between = [
                     b - a for each in instants for a, b in zip(each, each[1:], strict=False) if begin <= a and b <= end
@@ -117,10 +123,10 @@ async def gaps(server: Server, given: argparse.Namespace) -> dict[str, list[floa
 _instants: dict[str, list[float]] = {}
 
 
-async def _long(client: httpx.AsyncClient, prompt: str) -> None:
+async def _long(client: httpx.AsyncClient, prompt: str, num_tokens: int) -> None:
     answer = Answer()
     _instants[prompt] = answer.instants
-    await stream(client, prompt, answer=answer, max_new_tokens=1500, ignore_eos_token=True)
+    await stream(client, prompt, answer=answer, max_new_tokens=num_tokens, ignore_eos_token=True)
 
 
 def spread(values: list[float]) -> list[float]:

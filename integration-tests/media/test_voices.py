@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+import transformers
 
 from funitel_testing.clients import client_of
 from funitel_testing.servers import serving
 from funitel_testing.sound_files import flac, silent_mp3
+from funitel_testing.vision_models import IDS, VisionOracle, picture, save_vision, template_of
+from funitel_testing.vision_requests import content_of as image_content
 from funitel_testing.voice_models import VOICE_FAMILIES, Part, VoiceOracle, base64_of, content_of, save_voice
 from funitel_testing.whisper_models import sound
 
@@ -97,7 +102,7 @@ async def check_refusals(client: httpx.AsyncClient, family: str) -> None:
         (good[:44], "has no samples"),
         (good[:20], "cannot be decoded as WAV"),
     ]
-    if family == "qwen2_audio":
+    if family in ("qwen2_audio", "gemma4"):
         bad.append((base64.b64decode(base64_of(sound(30.1))), "must be at most 30 s long"))
         bad.append((base64.b64decode(base64_of(sound(0.01))), "has 160 samples at 16 kHz: too few for a feature"))
     for data, reason in bad:
@@ -151,3 +156,32 @@ async def test_preempted_and_killed_streams_say_the_same(family: str, model: Pat
             assert await asyncio.gather(*asking) == alone * 2
             metrics = server.metrics()
         assert metrics["funitel_replica_returns_total"] == 1
+
+
+async def test_gemma_4_takes_images_and_sounds_in_one_message(tmp_path: Path) -> None:
+    tower = {**VOICE_FAMILIES["gemma4"].tower, "model_type": "gemma4_audio"}
+    folder = save_vision("gemma4", tmp_path / "model", config={"audio_config": tower})
+    template = template_of("<|image|>{% elif part.type == 'audio' %}<|audio|>")
+    (folder / "chat_template.jinja").write_text(template)
+    extractor = transformers.Gemma4AudioFeatureExtractor()
+    settings = json.loads((folder / "processor_config.json").read_text())
+    own = {"feature_size": extractor.feature_size, "sampling_rate": extractor.sampling_rate}
+    (folder / "processor_config.json").write_text(json.dumps(settings | {"feature_extractor": own}))
+    image, samples = picture(60, 40, 7), sound(1.3)
+    heard = extractor([samples], return_tensors="pt")
+    num_features = -(-int(heard["input_features_mask"].sum()) // 4)
+    oracle = VisionOracle("gemma4", folder)
+    run = f"<|audio>{'[IMG]' * num_features}<audio|>"  # its processor, which has no extractor here, refuses <|audio|>
+    inputs = oracle.inputs(f"[user] See <|image|> and hear {run} well\n[assistant]", [image])
+    inputs["input_ids"][inputs["input_ids"] == IDS["[IMG]"]] = IDS["<|audio|>"]
+    inputs |= {name: heard[name] for name in ("input_features", "input_features_mask")}
+    with torch.inference_mode():
+        found = oracle.model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS, pad_token_id=256)
+    expected = [int(token) for token in found[0, inputs["input_ids"].shape[1] :]]
+    content = [*image_content(["See ", image]), *content_of([" and hear ", samples, " well"])]
+    with serving(tmp_path, "--model-id", str(folder), *FLAGS, "2500") as server:
+        async with client_of(server.url) as client:
+            assert (await client.get("/info")).json()["modalities"] == ["text", "image", "audio"]
+            assert await chat(client, content, inputs["input_ids"].shape[1]) == expected
+            assert await chat(client, content) == expected
+            assert await chat(client, content[:2]) != expected

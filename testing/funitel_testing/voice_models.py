@@ -20,6 +20,7 @@ from funitel_testing.tiny_whisper import RATE
 NUM_MEL_BINS = 80
 WINDOW_FRAMES = 3000
 _SPECIALS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO]", "[BEGIN_AUDIO]")
+_SPECIALS += ("<|audio|>", "<|audio>", "<audio|>")
 _IDS = {text: 257 + place for place, text in enumerate(_SPECIALS)}
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
@@ -48,6 +49,8 @@ class VoiceFamily:
     around: str
     tower: Mapping[str, Any]
     outer: Mapping[str, Any] = field(default_factory=dict)
+    text: Mapping[str, Any] = field(default_factory=dict)
+    extractor: str = "WhisperFeatureExtractor"
 
     @property
     def architecture(self) -> str:
@@ -94,6 +97,28 @@ VOICE_FAMILIES: Mapping[str, VoiceFamily] = {
         },
         outer={"audio_token_id": _IDS["[AUDIO]"]},
     ),
+    "gemma4": VoiceFamily(
+        kind="Gemma4",
+        text_kind="gemma4_text",
+        marker="<|audio|>",
+        around="<|audio|>",
+        tower={
+            **{"model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"subsampling_conv_channels": [128, 4], "output_proj_dims": 24},
+        },
+        outer={
+            **{"audio_token_id": _IDS["<|audio|>"], "boa_token_id": _IDS["<|audio>"]},
+            **{"eoa_token_index": _IDS["<audio|>"], "vision_config": None},
+            # Beyond the vocabulary: transformers gives one that is generated another embedding.
+            **{"image_token_id": VOCAB_SIZE, "video_token_id": VOCAB_SIZE + 1},
+        },
+        text={
+            **{"sliding_window": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "pad_token_id": 0},
+            **{"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision", "global_head_dim": 8},
+        },
+        extractor="Gemma4AudioFeatureExtractor",
+    ),
 }
 """By `model_type`."""
 
@@ -115,7 +140,7 @@ def save_voice(family: str, folder: Path, seed: int = 0, *, as_published: bool =
     """
     row = VOICE_FAMILIES[family]
     config = getattr(transformers, f"{row.kind}Config")(
-        text_config={**_TEXT, "model_type": row.text_kind, "tie_word_embeddings": False},
+        text_config={**_TEXT, **row.text, "model_type": row.text_kind, "tie_word_embeddings": False},
         audio_config=dict(row.tower),
         tie_word_embeddings=False,
         **row.outer,
@@ -134,10 +159,12 @@ def save_voice(family: str, folder: Path, seed: int = 0, *, as_published: bool =
     voice_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": row.template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    features = transformers.WhisperFeatureExtractor(feature_size=NUM_MEL_BINS).to_dict()
-    features.pop("mel_filters", None)
+    how = {"feature_size": NUM_MEL_BINS} if row.extractor == "WhisperFeatureExtractor" else {}
+    features = getattr(transformers, row.extractor)(**how).to_dict()
+    for computed in ("mel_filters", "window"):
+        features.pop(computed, None)
     features["processor_class"] = f"{row.kind}Processor"
-    (folder / "preprocessor_config.json").write_text(json.dumps(features, default=list))
+    (folder / "preprocessor_config.json").write_text(json.dumps(features, default=np.ndarray.tolist))
     return model
 
 
@@ -147,7 +174,7 @@ class VoiceOracle:
     def __init__(self, family: str, folder: Path) -> None:
         self.row = VOICE_FAMILIES[family]
         self.model = getattr(transformers, self.row.architecture).from_pretrained(folder, dtype=torch.float32).eval()
-        self.extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+        self.extractor = getattr(transformers, self.row.extractor).from_pretrained(folder)
         self.tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"), eos_token=EOS, pad_token=EOS
         )
@@ -158,7 +185,8 @@ class VoiceOracle:
         text = self.row.prompt(parts)
         if not sounds:
             return {"input_ids": torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])}
-        return self._qwen(text, sounds) if self.row.kind == "Qwen2Audio" else self._voxtral(text, sounds)
+        make = {"Qwen2Audio": self._qwen, "Voxtral": self._voxtral, "Gemma4": self._gemma}[self.row.kind]
+        return make(text, sounds)
 
     def _qwen(self, text: str, sounds: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         processor = transformers.Qwen2AudioProcessor(self.extractor, self.tokenizer)
@@ -177,6 +205,17 @@ class VoiceOracle:
             text = text.replace(f"{self.row.around}", f"[BEGIN_AUDIO]{'<AUDIO>' * count}", 1)
         ids = self.tokenizer.encode(text.replace("<AUDIO>", "[AUDIO]"), add_special_tokens=False)
         return {"input_ids": torch.tensor([ids]), "input_features": torch.cat(whole)}
+
+    def _gemma(self, text: str, sounds: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """Features of its extractor; the text is that of its processor, which cannot be made without one of images."""
+        made = self.extractor(list(sounds), return_tensors="pt")
+        tokens = SimpleNamespace(boa_token="<|audio>", audio_token="<AUDIO>", eoa_token="<audio|>")
+        for place in range(len(sounds)):
+            own = transformers.Gemma4Processor.replace_audio_token(tokens, made, place)
+            text = text.replace(self.row.marker, own, 1)
+        ids = self.tokenizer.encode(text.replace("<AUDIO>", self.row.marker), add_special_tokens=False)
+        inputs = {name: made[name] for name in ("input_features", "input_features_mask")}
+        return {"input_ids": torch.tensor([ids]), **inputs}
 
     @torch.inference_mode()
     def generate(self, parts: Sequence[Part], max_new_tokens: int) -> list[int]:

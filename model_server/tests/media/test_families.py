@@ -108,6 +108,20 @@ def test_features_are_those_of_transformers(name: str, as_published: bool, tmp_p
     assert encoder.has_whole_spans == name.startswith("gemma")
 
 
+@pytest.mark.parametrize("name", TINY_VISION)
+def test_images_in_one_forward_have_the_features_that_they_have_alone(name: str, tmp_path: Path) -> None:
+    tiny = TINY_VISION[name]
+    tiny.write(tmp_path)
+    encoder = opened(tmp_path, tiny).encoder
+    assert encoder.has_batches(MediaKind.IMAGE) == (name != "llava_onevision")
+    items = [media_of(tiny, NUM_FEATURES[name], seed) for seed in range(3)]
+    alone = [encoder.encode(each, lambda: None) for each in items]
+    assert error(alone[0], alone[1]) > 0.01
+    if encoder.has_batches(MediaKind.IMAGE):
+        for found, wanted in zip(encoder.encode_alike(items, lambda: None), alone, strict=True):
+            assert error(found, wanted) < TOLERANCE
+
+
 def test_every_family_is_held_against_transformers() -> None:
     assert {tiny.architecture for tiny in TINY_VISION.values()} == FAMILIES.keys()
     assert NUM_FEATURES.keys() == TINY_VISION.keys()

@@ -35,6 +35,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 64
 PARTS: dict[str, list[Part]] = {
     "qwen2_audio": ["Hear ", sound(1.3), " and ", sound(2.71, 1), sound(0.05, 2), " behind"],
     "voxtral": ["Hear ", sound(1.3), " and ", sound(31.0, 1), " behind"],
+    "gemma4": ["Hear ", sound(1.3), " and ", sound(2.71, 1), sound(0.05, 2), " behind"],
 }
 
 
@@ -66,6 +67,10 @@ def items_of(inputs: dict[str, torch.Tensor], marker: int) -> list[tuple[MediaIn
     places = np.flatnonzero(inputs["input_ids"][0].numpy() == marker)
     runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
     mels = inputs["input_features"]
+    if "input_features_mask" in inputs:
+        heard = inputs["input_features_mask"].sum(-1).tolist()
+        whole = [mel[:frames].T for mel, frames in zip(mels, heard, strict=True)]
+        return [(media_of(mel, len(run), ()), run) for mel, run in zip(whole, runs, strict=True)]
     if "feature_attention_mask" not in inputs:  # windows, of which each has as many features
         each = len(places) // len(mels)
         cuts = mels.split([len(run) // each for run in runs])

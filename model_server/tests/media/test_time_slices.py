@@ -87,7 +87,11 @@ def gap_behind(last: float, others: Sequence[float]) -> float:
 
 
 def test_a_long_step_among_short_ones_is_not_followed_by_a_long_slice() -> None:
-    assert gap_behind(0.4, [0.01] * 4) < 0.16  # a share of it would be 0.32
+    assert gap_behind(0.4, [0.01] * 4) < 0.1  # a share of it would be 0.3
+
+
+def test_a_short_step_among_long_ones_leaves_the_encoder_the_usual_slice() -> None:
+    assert gap_behind(0.0, [0.1] * 4) > 0.7 * SLICE_SHARE * 0.1
 
 
 def test_steps_that_are_all_long_leave_the_encoder_its_share() -> None:

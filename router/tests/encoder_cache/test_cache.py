@@ -15,6 +15,7 @@ from fakes import eventually
 from funitel.proto.errors import InvalidRequest, Overloaded, ShardFailed, StartupError, StepFailed
 from funitel.proto.step import MediaInput
 from funitel.router.core.request import Request, background_key
+from funitel.router.encoder_cache import cache as cache_module
 from funitel.router.encoder_cache.cache import EncoderCache
 from funitel.router.engine import request_table
 from funitel.router.replica_set.slot import check_alike, smallest_limits
@@ -22,6 +23,12 @@ from funitel.router.telemetry.metrics import Metrics
 
 SHARD = {"media": FACTS}  # with room for 20 items of five features
 SMALL = {"media": replace(FACTS, cache_bytes=100)}  # for two
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are encoded one by one, but where a test says otherwise."""
+    monkeypatch.setattr(cache_module, "MAX_BATCH_BYTES", 0)
 
 
 def asking(*urls: str, prompt_len: int = 30, max_new_tokens: int = 6, **fields: Any) -> Request:
@@ -126,6 +133,16 @@ async def test_keys_take_turns_sequence_by_sequence(tmp_path: Path) -> None:
         assert await asyncio.gather(*tasks) == [expected(each) for each in asked + other]
         order = ["0", "0b", "x", "1", "1b", "y", "2", "2b", "3", "3b"]
         assert shard.media_encodes == [key_of(name) for name in order]
+
+
+async def test_items_of_others_are_encoded_only_where_they_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_BATCH_BYTES", 1 << 20)
+    async with running(tmp_path, 1, SMALL) as (engine, [shard], _):
+        asked = [asking(name, f"{name}2") for name in "abcd"]
+        assert await asyncio.gather(*(run(engine, each) for each in asked)) == [expected(each) for each in asked]
+        assert shard.most_media_bytes <= SMALL["media"].cache_bytes
 
 
 async def test_an_item_that_a_sequence_holds_is_never_dropped(tmp_path: Path) -> None:
@@ -363,6 +380,46 @@ class Ranks:
 
 async def rows_dropped() -> None:
     await asyncio.sleep(0)
+
+
+class Together:
+    """Ranks that note which items are encoded at a time."""
+
+    def __init__(self) -> None:
+        self.encoding: list[bytes] = []
+        self.batches: list[list[bytes]] = []
+
+    async def encode_media(self, media: MediaInput) -> int:
+        self.encoding.append(media.key)
+        await asyncio.sleep(0.001)
+        if self.encoding:
+            self.batches.append(self.encoding)
+            self.encoding = []
+        if media.key == key_of("bad"):
+            raise InvalidRequest("of another shape")
+        return 50
+
+    async def drop_media(self, keys: Any) -> None:
+        pass
+
+
+async def test_small_items_of_several_sequences_are_encoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the sequence that is served, and those behind it; one that is refused fails its own sequence alone."""
+    monkeypatch.setattr(cache_module, "MAX_BATCH_BYTES", 4 * len(image("a").values))
+    ranks = Together()
+    cache = EncoderCache(ranks, FACTS, Metrics().media, rows_dropped)
+    asked = [["first"], ["a", "b"], ["b", "bad"], ["c"], ["d", "large"], ["e"]]
+    large = replace(image("large"), shape=(2, 1, 1, 3), values=b"abcdef")
+    items = [[large if url == "large" else image(url) for url in urls] for urls in asked]
+    found = await asyncio.gather(
+        *(cache.wait(user, media, is_background=user == 5) for user, media in enumerate(items)), return_exceptions=True
+    )
+    assert isinstance(found[2], InvalidRequest)
+    assert [each for place, each in enumerate(found) if place != 2] == [None] * 5
+    names = [["first"], ["a", "b", "bad", "c"], ["d"], ["large"], ["e"]]
+    assert ranks.batches == [[key_of(name) for name in batch] for batch in names]
+    assert cache.num_bytes() == 50 * 7
+    await cache.close()
 
 
 async def test_a_closed_cache_leaves_none_waiting() -> None:

@@ -76,7 +76,11 @@ async def refusal(service: MediaService, data: bytes) -> str:
 
 
 QWEN = [0.0201, 0.05, 0.5, 1.003, 7.77, 29.999, 30.0]
-LENGTHS = [*(("qwen2_audio", each) for each in QWEN), *(("voxtral", each) for each in (0.01, 3.3, 30.0, 30.01, 61.7))]
+LENGTHS = [
+    *(("qwen2_audio", each) for each in QWEN),
+    *(("voxtral", each) for each in (0.01, 3.3, 30.0, 30.01, 61.7)),
+    *(("gemma4", each) for each in (0.0101, 0.02, 0.0301, 0.5, 1.003, 7.77, 29.99, 30.0)),
+]
 
 
 @pytest.mark.parametrize(("family", "seconds"), LENGTHS)
@@ -96,6 +100,12 @@ async def test_spectrograms_and_tokens_are_those_of_the_processor(
     assert [each.span.length for each in placed] == [item.input.num_features for item in items]
     mels = [np.frombuffer(item.input.values, "<f4").reshape(item.input.shape) for item in items]
     wanted = expected["input_features"]
+    if family == "gemma4":
+        heard = expected["input_features_mask"].sum(-1).tolist()
+        assert [mel.shape for mel in mels] == [(128, frames) for frames in heard]
+        for mel, each, frames in zip(mels, wanted, heard, strict=True):
+            assert np.abs(mel.T - each[:frames].numpy()).max() < TOLERANCE
+        return
     ours = np.concatenate([mel.reshape(NUM_MEL_BINS, -1, 3000).swapaxes(0, 1) for mel in mels])
     assert ours.shape == tuple(wanted.shape)
     assert np.abs(ours - wanted.numpy()).max() < TOLERANCE
@@ -148,6 +158,9 @@ async def test_sounds_that_cannot_be_are_refused_with_a_reason(make: Services) -
     short = make("qwen2_audio")
     assert "at most 30 s long (the longest that the model hears)" in await refusal(short, wav(sound(30.01)))
     assert "has 320 samples at 16 kHz: too few for a feature" in await refusal(short, wav(sound(0.02)))
+    gemma = make("gemma4")
+    assert "at most 30 s long (the longest that the model hears)" in await refusal(gemma, wav(sound(30.01)))
+    assert "has 160 samples at 16 kHz: too few for a feature" in await refusal(gemma, wav(sound(0.01)))
     with pytest.raises(InvalidRequest, match="image, which this model does not take"):
         await service.prepare([MediaSource(MediaKind.IMAGE, PLACE, data=b"")], OWNER)
 
@@ -184,6 +197,24 @@ def test_files_that_are_not_served_are_refused(case: str, folders: dict[str, Pat
     tokenizer = tokenizer_of(folders["voxtral"]) if case != "token" else Tokenizer.from_str(_without_audio(folders))
     with pytest.raises(StartupError, match=message):
         sound_family_of(ModelFiles(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("changes", [{"preemphasis": 0.97}, {"mel_floor": 1e-5}, {"frame_length": 512}])
+def test_other_spectrograms_of_gemma_are_refused(
+    changes: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        given = json.loads((folders["gemma4"] / name).read_text())
+        (tmp_path / name).write_text(json.dumps(given | (changes if name != "config.json" else {})))
+    with pytest.raises(StartupError, match=f"has {next(iter(changes))} .*: sounds are served with"):
+        sound_family_of(ModelFiles(tmp_path), tokenizer_of(folders["gemma4"]))
+
+
+def test_a_gemma_without_an_audio_tower_takes_no_sounds(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        given = json.loads((folders["gemma4"] / name).read_text())
+        (tmp_path / name).write_text(json.dumps(given | ({"audio_config": None} if name == "config.json" else {})))
+    assert sound_family_of(ModelFiles(tmp_path), tokenizer_of(folders["gemma4"])) is None
 
 
 def _without_audio(folders: dict[str, Path]) -> str:

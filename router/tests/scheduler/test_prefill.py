@@ -175,6 +175,24 @@ def test_the_first_chunk_of_a_step_is_as_large_as_its_item_and_others_wait() -> 
     assert computed == [{0: 6, 1: 2}, {0: 8, 1: 0}, {0: 6, 1: 2}]
 
 
+def test_steps_that_compute_a_prompt_with_media_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(max_batch_prefill_tokens=8)
+    told: list[bool] = []
+    budget = scheduler.step_time.budget
+
+    def tell(*args: Any, has_media: bool, **more: Any) -> Any:
+        told.append(has_media)
+        return budget(*args, has_media=has_media, **more)
+
+    monkeypatch.setattr(scheduler.step_time, "budget", tell)
+    scheduler.add(make_sequence(0, 12, 4))
+    scheduler.add(make_sequence(1, 20, 4, media=(image(6, 8),)))
+    while scheduler.schedule() is not None:
+        pass
+    assert told[0] is False  # the first prompt alone, then what is left of it beside the other
+    assert told[-1] is True
+
+
 def test_the_keys_of_blocks_tell_items_and_their_places_apart() -> None:
     def keys(*media: RequestMedia) -> list[bytes]:
         sequence = make_sequence(0, 24, 4, media=media)

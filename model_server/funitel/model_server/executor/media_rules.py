@@ -13,7 +13,7 @@ from funitel.model_server.media.service import FeatureService
 from funitel.model_server.sequence.media_plan import MediaPlan, PlannedMedia
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import MediaSpan, SequenceStart
+from funitel.proto.step import MediaKind, MediaSpan, SequenceStart
 
 
 def choose_rules(given: RowRules | None, pools: Pools, media: FeatureService | None) -> RowRules:
@@ -56,7 +56,7 @@ class MediaRules(RowRules):
                 _check_grid(span)
             plan.rotary, plan.rotary_delta = axis_positions(len(prompt), start.media)
         if self._encoder.has_whole_spans:
-            plan.whole_spans = _runs(is_placeholder)
+            plan.whole_spans = _runs(is_placeholder & (ids == self._encoder.placeholder_ids.get(MediaKind.IMAGE, -1)))
         return replace(beginning, media=plan)
 
     def _planned(self, span: MediaSpan, is_placeholder: np.ndarray, cache_len: int) -> PlannedMedia:

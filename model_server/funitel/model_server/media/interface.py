@@ -1,6 +1,6 @@
 """What encoders of media make, and what they are asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,4 +59,13 @@ class MediaEncoder(Protocol):
 
         Raises:
             InvalidRequest: shape, grid or number of features do not fit the model.
+        """
+
+    def has_batches(self, kind: MediaKind) -> bool:
+        """Whether `encode_alike` takes several items of a kind."""
+
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """Compute the features of items of one kind, shape, grid and size in one forward, up to rounding as alone.
+
+        Raises: as `encode`; no item has features then.
         """

@@ -1,8 +1,9 @@
-"""Decode the sounds of prompts in a sandbox process, and make log-mel spectrograms of whole windows.
+"""Decode the sounds of prompts in a sandbox process, and make spectrograms.
 
-The setup has the number of mel bins, the most seconds, and what sets these. A task is empty, and its attachment the
-file. An answer is what is wrong with the file, or its number of samples and of frames, with the spectrogram
-[mel bins, frames] float32, little-endian.
+The setup has the form and the number of mel bins of these, the most seconds, and what sets them. The forms are
+`windows`, whole windows of Whisper's, and `magnitudes`. A task is empty, and its attachment the file. An answer is
+what is wrong with the file, or its number of samples and of frames, with the spectrogram [mel bins, frames] float32,
+little-endian.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.audio.decoder import decode
+from funitel.router.audio.magnitudes import log_magnitudes
 from funitel.router.audio.segments import RATE, WINDOW_SECONDS
 from funitel.router.audio.spectrogram import log_mel
 from funitel.router.sandbox.worker import AttachedAnswer, serve_attached
@@ -28,8 +30,10 @@ def prepare(setup: dict[str, Any]) -> AttachedAnswer:
             samples = decode(content, max_seconds, _NAME, limit)
         except InvalidRequest as error:
             return error.message.removeprefix(f"`{_NAME}` "), b""
-        whole = np.pad(samples, (0, -len(samples) % _WINDOW))
-        mel = log_mel(whole, num_mel_bins)
+        if setup["form"] == "magnitudes":
+            mel = log_magnitudes(samples, num_mel_bins)
+        else:
+            mel = log_mel(np.pad(samples, (0, -len(samples) % _WINDOW)), num_mel_bins)
         return [len(samples), mel.shape[1]], mel.astype("<f4").tobytes()
 
     return answer

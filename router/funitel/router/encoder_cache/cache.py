@@ -2,9 +2,10 @@
 
 A sequence *holds* its items from before it is queued to its end: after a preemption their features are needed again.
 Sequences that wait are served one after the other, those of batches behind all others; API keys take turns, so that one
-of many images delays others by one sequence. Items are encoded one by one. Only the sequence that is served makes room,
-by eviction of the items that no sequence holds, the least recently used first; it holds nothing itself while it waits,
-so that sequences never wait for each other. Event loop only.
+of many images delays others by one sequence. Items are encoded one by one, or small ones of one shape together, which
+the shards compute at once: those of the sequence that is served, then those of others, as far as there is room. Only
+the sequence that is served makes room, by eviction of the items that no sequence holds, the least recently used first;
+it holds nothing itself while it waits, so that sequences never wait for each other. Event loop only.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ from funitel.router.core.background_tasks import Tasks
 from funitel.router.telemetry.media_metrics import MediaMetrics
 
 logger = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES = 1 << 20  # of the values of items that are encoded together; a shard's own bound is the same
 
 
 class MediaRanks(Protocol):
@@ -174,7 +177,24 @@ class EncoderCache:
                 self._is_short = True
                 return
             self._is_encoding = True
-            self._tasks.start(self._encode(user, missing, evicted))
+            self._tasks.start(self._encode(self._batch(user, missing), evicted))
+
+    def _batch(self, user: int, first: MediaInput) -> list[tuple[int, MediaInput]]:
+        """An item that a sequence waits for, and small ones of the same shape behind it; each with its sequence."""
+        batch = {first.key: (user, first)}
+        budget = MAX_BATCH_BYTES - len(first.values)
+        room = self._facts.cache_bytes - self._num_bytes - self._size_of(first)
+        is_background = self._waiting[user].is_background
+        for other in (user, *(each for each, its in self._waiting.items() if its.is_background == is_background)):
+            for key, each in self._waiting[other].inputs.items():
+                is_alike = (each.kind, each.shape, each.grid) == (first.kind, first.shape, first.grid)
+                if is_alike and key not in self._items and key not in batch:
+                    budget -= len(each.values)
+                    room -= self._size_of(each)
+                    if budget < 0 or room < 0:
+                        return list(batch.values())
+                    batch[key] = other, each
+        return list(batch.values())
 
     def _next(self) -> int:
         """The sequence to serve: the one that was, else the first of the API key that had the fewest turns."""
@@ -215,26 +235,40 @@ class EncoderCache:
 
     # Carrying out ---------------------------------------------------------------------------------------------------
 
-    async def _encode(self, user: int, media: MediaInput, evicted: Sequence[bytes]) -> None:
-        """Encode an item that a sequence waits for, which may leave meanwhile: others may need the item as well."""
-        began = time.monotonic()
+    async def _encode(self, batch: Sequence[tuple[int, MediaInput]], evicted: Sequence[bytes]) -> None:
+        """Encode items that sequences wait for, which may leave meanwhile: others may need the items as well."""
         try:
             if evicted:
                 await self._drop(evicted)
-                began = time.monotonic()
-            num_bytes = await self._ranks.encode_media(media)
+            began = time.monotonic()
+            found = await asyncio.gather(
+                *(self._ranks.encode_media(media) for _, media in batch), return_exceptions=True
+            )
         except FunitelError as error:
-            self._fail(user, error)
+            self._fail(batch[0][0], error)
         except Exception as error:  # the one that waits must not hang
             logger.exception("encoding a media item failed")
-            self._fail(user, StepFailed(f"{type(error).__name__}: {error}"))
+            self._fail(batch[0][0], StepFailed(f"{type(error).__name__}: {error}"))
         else:
-            self._metrics.count_encoded(time.monotonic() - began)
-            self._items[media.key] = _Item(num_bytes)
-            self._num_bytes += num_bytes
+            self._settle(batch, found, (time.monotonic() - began) / len(batch))
         finally:
             self._is_encoding = False
         self._advance()
+
+    def _settle(
+        self, batch: Sequence[tuple[int, MediaInput]], found: Sequence[int | BaseException], seconds: float
+    ) -> None:
+        """Note what became of items, each of which took so many seconds."""
+        for (user, media), result in zip(batch, found, strict=True):
+            if isinstance(result, FunitelError):
+                self._fail(user, result)
+            elif isinstance(result, BaseException):
+                logger.error("encoding a media item failed", exc_info=result)
+                self._fail(user, StepFailed(f"{type(result).__name__}: {result}"))
+            else:
+                self._metrics.count_encoded(seconds)
+                self._items[media.key] = _Item(result)
+                self._num_bytes += result
 
     async def _drop(self, keys: Sequence[bytes]) -> None:
         await self._rows_dropped()

@@ -157,9 +157,10 @@ def family_of(files: ModelFiles, tokenizer: Tokenizer) -> ImageFamily | None:
     Raises:
         StartupError: a value of its files is not valid, or its tokenizer lacks a token.
     """
-    model_type = str(files.json("config.json").get("model_type"))
+    config = files.json("config.json")
+    model_type = str(config.get("model_type"))
     row = FAMILIES.get(model_type)
-    if row is None:
+    if row is None or config.get("vision_config", {}) is None:
         return None
     given = FamilyFiles(files, tokenizer)
     if not given.image:

@@ -1,4 +1,4 @@
-"""The sounds of one model: decoded in a sandbox process, and made a log-mel spectrogram as Whisper's."""
+"""The sounds of one model: decoded in a sandbox process, and made a spectrogram."""
 
 import json
 
@@ -32,7 +32,7 @@ class SoundProcessor:
         self.prompt_marker = family.prompt_marker
         self.placeholder_id = family.placeholder_id
         self._family = family
-        self._name = json.dumps(["log-mel 1", family.name, family.num_mel_bins]).encode()
+        self._name = json.dumps([f"{family.form} 1", family.name, family.num_mel_bins]).encode()
         self._max_bytes = settings.max_audio_bytes
         seconds, limit = settings.max_audio_seconds, "--max-audio-seconds"
         if family.max_seconds is not None and family.max_seconds < seconds:
@@ -40,7 +40,7 @@ class SoundProcessor:
         frames = int((seconds + WINDOW_SECONDS) * FRAMES_PER_SECOND)
         self._processes = SandboxPool(
             "funitel.router.audio.window_worker",
-            {"num_mel_bins": family.num_mel_bins, "max_seconds": seconds, "limit": limit},
+            {"form": family.form, "num_mel_bins": family.num_mel_bins, "max_seconds": seconds, "limit": limit},
             most=settings.validation_workers,
             time_limit=DECODE_SECONDS,
             memory_limit=BASE_BYTES + frames * BYTES_PER_FRAME,
@@ -74,7 +74,7 @@ class SoundProcessor:
             num_features=plan.num_features,
             size=plan.size,
         )
-        return PreparedMedia(media, self._family.placeholder, (plan.num_features,))
+        return PreparedMedia(media, self._family.text, (plan.num_features,))
 
     async def close(self) -> None:
         """See Processor."""

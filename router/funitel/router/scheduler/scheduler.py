@@ -200,7 +200,9 @@ class Scheduler:
         starts: list[SequenceStart] = []
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(
-                self._budget(part.load, most_seconds),
+                self._budget(
+                    part.load, most_seconds, has_media=self._has_media(part.with_pending, may_enter=may_enter)
+                ),
                 part.computed,
                 part.with_pending,
                 may_enter=may_enter,
@@ -239,7 +241,12 @@ class Scheduler:
         sequence.has_drafts = pays
         return sequence.request.speculate if pays else 0
 
-    def _budget(self, load: StepLoad, most_seconds: float | None = None) -> ChunkBudget:
+    def _has_media(self, with_pending: Seq[Sequence], *, may_enter: bool) -> bool:
+        """Whether a prompt has media of those that the next step may compute tokens of."""
+        first = self.waiting.first() if may_enter and self.waiting else None
+        return any(each.request.media for each in (*with_pending, *([] if first is None else [first])))
+
+    def _budget(self, load: StepLoad, most_seconds: float | None = None, *, has_media: bool = False) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`, in a step of so many seconds."""
         max_tokens = self.policy.max_batch_prefill_tokens
         if self.bisector.max_tokens is not None:
@@ -248,7 +255,11 @@ class Scheduler:
             return ChunkBudget(Allowance(max_tokens), load=load)
         has_several_keys = self.shares.num_known_keys > 1 or self.shares.num_busy[True] > 0
         return self.step_time.budget(
-            max_tokens, load, has_several_keys=has_several_keys, most_seconds=most_seconds or None
+            max_tokens,
+            load,
+            has_several_keys=has_several_keys,
+            has_media=has_media,
+            most_seconds=most_seconds or None,
         )
 
     def _schedule_unchunked(self) -> StepPlan | None:

@@ -15,6 +15,7 @@ from funitel.router.scheduler.cost.step_cost import (
     IDLE_STEP_SECONDS,
     IDLE_STEP_SECONDS_OF_SEVERAL,
     LEAST_GAP_SECONDS,
+    MEDIA_GAP_FACTOR,
     PROBE_STEPS,
     SHARED_GROWTH,
     URGENT_FACTOR,
@@ -121,6 +122,21 @@ def test_gaps_stay_within_the_default_and_most_of_it_is_used(costs: dict[str, fl
     assert percentile(times, 0.99) < max(3 * plain, 1.1 * LEAST_GAP_SECONDS)
     usual = max(GAP_FACTOR * plain, LEAST_GAP_SECONDS)
     assert statistics.median(times) > 0.85 * min(usual, machine.seconds(StepLoad(8, 1600, 2048)))
+
+
+def test_a_prompt_with_media_makes_shorter_gaps_and_is_never_urgent() -> None:
+    machine = Machine(base=0.02)
+    machine.decode()
+    machine.prompt(1000)
+    plain = machine.seconds(StepLoad(8, 1600))
+    counts = {}
+    for has_media in (False, True):
+        for is_urgent in (False, True):
+            budget = machine.model.budget(4096, StepLoad(8, 1600), has_media=has_media)
+            counts[has_media, is_urgent] = budget.take(0, 4096, is_urgent=is_urgent)
+            if has_media:
+                assert 1.2 * plain < machine.seconds(budget.load) < 1.1 * MEDIA_GAP_FACTOR * plain
+    assert counts[True, True] == counts[True, False] < counts[False, False] < counts[False, True]
 
 
 @pytest.mark.parametrize("num_steps", [1, 30])

@@ -1,6 +1,7 @@
 """The encoder of images of one checkpoint."""
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,14 +44,28 @@ class VisionEncoder:
     @torch.inference_mode()
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:
         """See MediaEncoder."""
-        tiles = _tiles_of(media)
+        [found] = self.encode_alike([media], pause)
+        return found
+
+    def has_batches(self, kind: MediaKind) -> bool:
+        """See MediaEncoder."""
+        return self._row.has_batches
+
+    @torch.inference_mode()
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """See MediaEncoder."""
         is_cut = self._device.type == "cpu"
         with SmallParts(pause) if is_cut else nullcontext():
-            pixels = self._rules.normalised(tiles, self._device)
-            inputs = self._row.inputs(self._model, pixels, media)
-            on_device = {name: each.to(self._device) for name, each in inputs.items()}
-            found = self._row.features(self._model, self._model.get_image_features(**on_device, return_dict=True))
-        return MediaFeatures(found.features.contiguous(), tuple([each.contiguous() for each in found.deep]))
+            each = [self._inputs(item) for item in media]
+            inputs = {name: torch.cat([own[name] for own in each]).to(self._device) for name in each[0]}
+            found = self._row.features(self._model, self._model.get_image_features(**inputs, return_dict=True))
+            parts = [torch.chunk(features, len(media)) for features in (found.features, *found.deep)]
+        alone = [[part[place].contiguous() for part in parts] for place in range(len(media))]
+        return [MediaFeatures(features, tuple(deep)) for features, *deep in alone]
+
+    def _inputs(self, media: MediaInput) -> dict[str, torch.Tensor]:
+        """What the tower takes of an item."""
+        return self._row.inputs(self._model, self._rules.normalised(_tiles_of(media), self._device), media)
 
 
 def _tiles_of(media: MediaInput) -> torch.Tensor:

@@ -10,11 +10,13 @@ import torch
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.files.integrity import read_json, weight_files
+from funitel.model_server.media.families.both import SeveralEncoders
 from funitel.model_server.media.families.encoder import VisionEncoder
 from funitel.model_server.media.families.pixels import read_rules
 from funitel.model_server.media.families.sounds import SOUND_FAMILIES, SoundEncoder
 from funitel.model_server.media.families.table import FAMILIES
 from funitel.model_server.media.families.tower import load_tower
+from funitel.model_server.media.interface import MediaEncoder
 from funitel.model_server.media.service import FeatureService
 from funitel.model_server.settings import ModelServerSettings
 
@@ -35,19 +37,23 @@ _TENSORS = re.compile(
 )
 
 
-_SOUND_TENSORS = re.compile(r"(model\.)?(audio_tower|multi_modal_projector)\.")
+_SOUND_TENSORS = re.compile(r"(model\.)?(audio_tower|multi_modal_projector|embed_audio)\.")
 
 
 def tower_bytes(folder: Path, architecture: str, dtype: torch.dtype, device: torch.device) -> int:
     """What `open_media` will hold of the checkpoint where no setting says otherwise; nothing is read but headers."""
-    row, tensors = FAMILIES.get(architecture), _TENSORS
-    if architecture in SOUND_FAMILIES:
-        tensors = _SOUND_TENSORS
-    elif row is None or read_rules(folder, row.statistics, normalises=row.normalises) is None:
+    config, row = read_json(folder / "config.json"), FAMILIES.get(architecture)
+    taken: list[re.Pattern[str]] = []
+    if row is not None and read_rules(folder, row.statistics, normalises=row.normalises) is not None:
+        taken.append(_TENSORS)
+    if architecture in SOUND_FAMILIES and config.get("audio_config") is not None:
+        taken.append(_SOUND_TENSORS)
+    if not taken:
         return 0
     size = 4 if device.type == "cpu" else dtype.itemsize
     files = {name: file for file, names in map(open_file, weight_files(folder)) for name in names}
-    return size * sum(prod(file.get_slice(name).get_shape()) for name, file in files.items() if tensors.match(name))
+    held = {name: file for name, file in files.items() if any(each.match(name) for each in taken)}
+    return size * sum(prod(file.get_slice(name).get_shape()) for name, file in held.items())
 
 
 def open_media(
@@ -67,46 +73,36 @@ def open_media(
     Raises:
         StartupError: the tower cannot be loaded.
     """
-    if architecture in SOUND_FAMILIES:
-        return _open_sounds(settings, folder, architecture, dtype, device)
-    row, max_bytes = FAMILIES.get(architecture), cache_bytes(settings, device)
-    if row is None or read_json(folder / "config.json").get("vision_config") is None:
-        if row is None and read_json(folder / "config.json").get("vision_config") is not None:
-            logger.info("text alone is served: no vision family of the table is for %s", architecture)
-        return None
-    rules = read_rules(folder, row.statistics, normalises=row.normalises)
-    reason = _why_none(settings, max_bytes, "images")
-    if reason is None and rules is None:
-        reason = f"{folder} has no preprocessor_config.json"
-    if reason is not None or rules is None:
-        logger.info("text alone is served: %s", reason)
-        return None
+    config, max_bytes = read_json(folder / "config.json"), cache_bytes(settings, device)
     weights = Weights(folder, torch.float32 if device.type == "cpu" else dtype, device, is_shown=False)
-    model = load_tower(row.model, row.left_out, folder, weights)
-    encoder = VisionEncoder(row, model, rules, device)
-    logger.info(
-        "images are taken: vision_tower=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
-        *(row.model, weights.dtype, weights.held_bytes, max_bytes),
-    )
-    return FeatureService(encoder, max_bytes, device), weights
-
-
-def _open_sounds(
-    settings: ModelServerSettings, folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
-) -> tuple[FeatureService, Weights] | None:
-    """`open_media` of a model for sounds."""
-    row, max_bytes = SOUND_FAMILIES[architecture], cache_bytes(settings, device)
-    reason = _why_none(settings, max_bytes, "sounds")
-    if reason is not None:
-        logger.info("text alone is served: %s", reason)
+    encoders: list[MediaEncoder] = []
+    reasons = []
+    if config.get("vision_config") is not None:
+        row = FAMILIES.get(architecture)
+        rules = None if row is None else read_rules(folder, row.statistics, normalises=row.normalises)
+        reason = _why_none(settings, max_bytes, "images")
+        if row is None:
+            reasons.append(f"no vision family of the table is for {architecture}")
+        elif reason is not None or rules is None:
+            reasons.append(reason or f"{folder} has no preprocessor_config.json")
+        else:
+            encoders.append(VisionEncoder(row, load_tower(row.model, row.left_out, folder, weights), rules, device))
+    if config.get("audio_config") is not None and (sounds := SOUND_FAMILIES.get(architecture)) is not None:
+        reason = _why_none(settings, max_bytes, "sounds")
+        if reason is not None:
+            reasons.append(reason)
+        else:
+            encoders.append(SoundEncoder(sounds, load_tower(sounds.model, sounds.left_out, folder, weights), device))
+    if reasons:
+        logger.info("%s: %s", "not all media are taken" if encoders else "text alone is served", "; ".join(reasons))
+    if not encoders:
         return None
-    weights = Weights(folder, torch.float32 if device.type == "cpu" else dtype, device, is_shown=False)
-    encoder = SoundEncoder(row, load_tower(row.model, row.left_out, folder, weights), device)
+    kinds = sorted(kind.name.lower() for each in encoders for kind in each.kinds)
     logger.info(
-        "sounds are taken: audio_tower=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
-        *(row.model, weights.dtype, weights.held_bytes, max_bytes),
+        "media are taken: kinds=%s precision=%s weight_bytes=%d media_cache_bytes=%d",
+        *(",".join(kinds), weights.dtype, weights.held_bytes, max_bytes),
     )
-    return FeatureService(encoder, max_bytes, device), weights
+    return FeatureService(encoders[0] if len(encoders) == 1 else SeveralEncoders(encoders), max_bytes, device), weights
 
 
 def _why_none(settings: ModelServerSettings, max_bytes: int, noun: str) -> str | None:

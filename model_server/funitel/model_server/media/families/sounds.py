@@ -1,7 +1,7 @@
 """The encoders of sounds in prompts: transformers' audio towers and projectors, over log-mel spectrograms."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,13 @@ class SoundTowerRow:
     """A family.
 
     `model` is the class in transformers, of which the parts `left_out` are dropped. `features` makes
-    [num_features, hidden_size] of a spectrogram [mel bins, frames].
+    [num_features, hidden_size] of a spectrogram [mel bins, frames]; `num_mel_bins` where the config does not say.
     """
 
     model: str
     features: Callable[[Model, torch.Tensor, MediaInput], torch.Tensor]
     left_out: tuple[str, ...] = ("language_model",)
+    num_mel_bins: int | None = None
 
 
 class SoundEncoder:
@@ -54,10 +55,19 @@ class SoundEncoder:
         self._model = model
         self._device = device
 
+    def has_batches(self, kind: MediaKind) -> bool:
+        """See MediaEncoder: a sound is long enough alone."""
+        return False
+
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """See MediaEncoder."""
+        return [self.encode(each, pause) for each in media]
+
     @torch.inference_mode()
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:
         """See MediaEncoder."""
-        mel = _spectrogram_of(media, self._model.config.audio_config.num_mel_bins).to(self._device)
+        num_mel_bins = self._row.num_mel_bins or self._model.config.audio_config.num_mel_bins
+        mel = _spectrogram_of(media, num_mel_bins).to(self._device)
         is_cut = self._device.type == "cpu"
         with SmallParts(pause) if is_cut else nullcontext():
             return MediaFeatures(self._row.features(self._model, mel, media).contiguous())
@@ -105,8 +115,21 @@ def _of_windows(model: Model, mel: torch.Tensor, media: MediaInput) -> torch.Ten
     return torch.cat(parts)
 
 
+def _of_frames(model: Model, mel: torch.Tensor, media: MediaInput) -> torch.Tensor:
+    """Gemma 4: all frames, of up to four of which one feature comes."""
+    is_heard = torch.ones(1, mel.shape[1], dtype=torch.bool, device=mel.device)
+    found: torch.Tensor = model.get_audio_features(mel.t()[None], is_heard, return_dict=True).pooler_output[0]
+    return found
+
+
 SOUND_FAMILIES: Mapping[str, SoundTowerRow] = {
     "Qwen2AudioForConditionalGeneration": SoundTowerRow(model="Qwen2AudioModel", features=_of_one_window),
     "VoxtralForConditionalGeneration": SoundTowerRow(model="VoxtralModel", features=_of_windows),
+    "Gemma4ForConditionalGeneration": SoundTowerRow(
+        model="Gemma4Model",
+        features=_of_frames,
+        left_out=("language_model", "vision_tower", "embed_vision"),
+        num_mel_bins=128,
+    ),
 }
 """By the architecture that config.json names."""

@@ -22,7 +22,8 @@ class TowerRow:
 
     `model` is the class in transformers, of which the parts `left_out` are dropped. `inputs` makes what
     `get_image_features` takes of pixels [n, 3, height, width]; `features` makes [num_features, hidden_size] of its
-    output. `has_axes`, `has_whole_spans`: see `MediaEncoder`.
+    output. `inputs` of images of one size may be concatenated where it `has_batches`. `has_axes`, `has_whole_spans`:
+    see `MediaEncoder`.
     """
 
     model: str
@@ -32,6 +33,7 @@ class TowerRow:
     statistics: Statistics = CLIP
     normalises: bool = True
     has_axes: bool = False
+    has_batches: bool = True
     has_whole_spans: Callable[[Any], bool] = field(default=lambda config: False)
 
 
@@ -200,7 +202,7 @@ FAMILIES: Mapping[str, TowerRow] = {
     "LlavaForConditionalGeneration": TowerRow(model="LlavaModel", inputs=_tiles_or_sized, features=_pooled),
     "LlavaNextForConditionalGeneration": TowerRow(model="LlavaNextModel", inputs=_sized, features=_pooled),
     "LlavaOnevisionForConditionalGeneration": TowerRow(
-        model="LlavaOnevisionModel", inputs=_sized_or_single, features=_pooled
+        model="LlavaOnevisionModel", inputs=_sized_or_single, features=_pooled, has_batches=False
     ),
     "Mistral3ForConditionalGeneration": TowerRow(model="Mistral3Model", inputs=_one_of_its_size, features=_pooled),
     "InternVLForConditionalGeneration": TowerRow(model="InternVLModel", inputs=_tiles, features=_pooled),

@@ -1,5 +1,8 @@
 """The audio encoder of Whisper: a log-mel spectrogram -> features that the decoder looks at."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from funitel.model_server.layers.linear import ACTIVATIONS, Matmul, NormLayer
 from funitel.model_server.media.families.load import cache_bytes
 from funitel.model_server.media.interface import MediaFeatures, Yield
 from funitel.model_server.media.service import FeatureService
+from funitel.model_server.media.small_parts import SmallParts
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -50,6 +54,14 @@ class WhisperEncoder:
         self._layers = [_Layer(spec, weights, f"{prefix}.layers.{i}") for i in layers]
         self._norm = NormLayer(spec, weights, f"{prefix}.layer_norm", width)
 
+    def has_batches(self, kind: MediaKind) -> bool:
+        """See MediaEncoder: a sound is long enough alone."""
+        return False
+
+    def encode_alike(self, media: Sequence[MediaInput], pause: Yield) -> list[MediaFeatures]:
+        """See MediaEncoder."""
+        return [self.encode(each, pause) for each in media]
+
     @torch.inference_mode()
     def encode(self, media: MediaInput, pause: Yield) -> MediaFeatures:
         """See MediaEncoder: [mel bins, frames] float32 -> [frames / 2, hidden_size]."""
@@ -60,14 +72,16 @@ class WhisperEncoder:
             raise InvalidRequest(
                 f"num_features must be {self.num_features}, given {media.num_features}", "num_features"
             )
-        mel = np.frombuffer(media.values, dtype="<f4").reshape(1, *self.shape)
+        with SmallParts(pause) if self._device.type == "cpu" else nullcontext():
+            return self._encode(np.frombuffer(media.values, dtype="<f4").reshape(1, *self.shape))
+
+    def _encode(self, mel: np.ndarray) -> MediaFeatures:
         x = torch.from_numpy(mel.copy()).to(self._device, self._dtype)
         for stride, (weight, bias) in enumerate(self._convolutions, 1):
             x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
-            pause()
         x = x[0].t() + self._positions
         for layer in self._layers:
-            x = layer(x, pause)
+            x = layer(x)
         return MediaFeatures(self._norm(x))
 
 
@@ -95,14 +109,11 @@ class _Layer:
         self._attention_norm = NormLayer(spec, weights, f"{name}.self_attn_layer_norm", width)
         self._mlp_norm = NormLayer(spec, weights, f"{name}.final_layer_norm", width)
 
-    def __call__(self, x: torch.Tensor, pause: Yield) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self._qkv(self._attention_norm(x)).view(-1, *self._heads).permute(1, 2, 0, 3)[:, None].unbind()
         attended = F.scaled_dot_product_attention(q, k, v, scale=self._scale)
         x = x + self._out(attended[0].transpose(0, 1).flatten(1))
-        pause()
-        x = x + self._down(self._activation(self._up(self._mlp_norm(x))))
-        pause()
-        return x
+        return x + self._down(self._activation(self._up(self._mlp_norm(x))))
 
 
 def open_whisper(settings: ModelServerSettings, spec: Seq2SeqSpec, weights: Weights) -> FeatureService:

@@ -13,6 +13,9 @@ from funitel.router.scheduler.cost.least_squares import LeastSquares
 # Without a target, a step that carries prompt tokens may take so many plain decode steps: gaps stay under 3 times the
 # usual, and prompts, given the larger part of the machine, take under 3 times what they take alone.
 GAP_FACTOR = 2.5
+# The same where a prompt has media: encoding them took far longer than the rest of the prompt does, so smaller chunks
+# cost its first token little, and the streams that the encoder has slowed already keep gaps under twice the usual.
+MEDIA_GAP_FACTOR = 1.7
 # A shorter gap is not kept at the cost of prompts: 25 tokens a second are faster than reading. A fast device, with
 # plain steps of a few milliseconds, would else spend two fifths of its time on few streams, or more on what a step
 # with prompts costs at any number of tokens.
@@ -102,12 +105,18 @@ class StepCostModel:
         self._shared.observe(load, max(0.0, seconds - plain), plain)
 
     def budget(
-        self, max_tokens: int, load: StepLoad, *, has_several_keys: bool = False, most_seconds: float | None = None
+        self,
+        max_tokens: int,
+        load: StepLoad,
+        *,
+        has_several_keys: bool = False,
+        has_media: bool = False,
+        most_seconds: float | None = None,
     ) -> ChunkBudget:
         """At most `max_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
 
         None at all in the few steps that measure what decoding alone takes. Prompts of batches have `most_seconds`, for
-        the whole step.
+        the whole step. Where one `has_media` none of them is urgent.
         """
         if load.num_decodes == 0:
             most = min(max_tokens, self._alone.max_tokens(ALONE_GROWTH))
@@ -118,12 +127,12 @@ class StepCostModel:
             return ChunkBudget(Allowance(most, seconds - fixed), self._alone.costs, load, urgent)
         if self.target_gap_seconds is None and self._must_probe(load.num_decodes):
             return ChunkBudget(Allowance(0), load=load)
-        usual = self._allowance(max_tokens, load, GAP_FACTOR, SHARED_GROWTH)
+        usual = self._allowance(max_tokens, load, MEDIA_GAP_FACTOR if has_media else GAP_FACTOR, SHARED_GROWTH)
         if most_seconds is not None:
             left = most_seconds - self.plain_seconds(load) - self._shared.fixed_seconds
             usual = Allowance(usual.tokens, min(usual.seconds, left))
         urgent = usual
-        if self.target_gap_seconds is None:
+        if self.target_gap_seconds is None and not has_media:
             urgent = self._allowance(max_tokens, load, URGENT_FACTOR, URGENT_GROWTH)
         return ChunkBudget(usual, self._shared.costs, load, urgent)
 
