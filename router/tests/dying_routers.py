@@ -42,9 +42,6 @@ class Models:
 
     is_started = True
 
-    def replays_begun(self, journals: Sequence[str]) -> None:
-        """See Served."""
-
     def __init__(self) -> None:
         self.drain = Drain()
         self.metrics = Metrics()
