@@ -165,10 +165,10 @@ def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
     before: list[int] = []
 
     def accept() -> tuple[socket.socket, object]:
-        if before:
-            channel.send(Packet(Kind.RELEASE, before.pop()), 5)
         while True:
             try:
+                if before:  # what was answered last
+                    channel.send(Packet(Kind.RELEASE, before.pop()), 5)
                 packet = left.pop() if left else channel.receive_within(600)
             except ChannelLost:
                 return from_keeper_again(fake)()
