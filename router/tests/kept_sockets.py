@@ -96,7 +96,9 @@ class KeptSockets:
         """Let a router take the connection; raises Lost where that cannot be."""
         self._router = OneRouter(self.journals, self._accepted.close)
         sock = self._accepted.dup()
-        requests = [JournalledRequest(each.number, each.raw, dict(each.facts)) for each in self.journals.requests.values()]
+        requests = [
+            JournalledRequest(each.number, each.raw, dict(each.facts)) for each in self.journals.requests.values()
+        ]
         kept = KeptSocket(1, 0, sock, self.journals.settled, requests, self.journals.partial)
         try:
             journal, _ = journal_of(kept, cast(Any, self._router))
@@ -122,7 +124,8 @@ class KeptSockets:
 
     async def die(self) -> None:
         """End the router at once: what its transport has not given to the kernel is lost."""
-        assert self._router is not None and self.connection is not None
+        assert self._router is not None
+        assert self.connection is not None
         self._router.die()
         self.connection.transport.abort()
         await self._is_gone()
@@ -183,4 +186,3 @@ async def kept_sockets(
                 found.connection.transport.abort()
                 await found._is_gone()
             accepted.close()
-

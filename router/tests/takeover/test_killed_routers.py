@@ -44,12 +44,15 @@ class Routers:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             command = [sys.executable, dying_routers.__file__, path]
-            self._forking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_env())
+            self._forking = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_env()
+            )
         self._pid = 0
 
     def start(self) -> None:
         """Start a router; one that runs hands over to it."""
-        assert self._forking.stdin is not None and self._forking.stdout is not None
+        assert self._forking.stdin is not None
+        assert self._forking.stdout is not None
         self._forking.stdin.write(b"\n")
         self._forking.stdin.flush()
         self._pid = int(self._forking.stdout.readline())
@@ -66,7 +69,8 @@ class Routers:
     def close(self) -> None:
         """End all of it."""
         self.kill()
-        assert self._forking.stdin is not None and self._forking.stdout is not None
+        assert self._forking.stdin is not None
+        assert self._forking.stdout is not None
         self._forking.stdin.close()
         self._forking.stdout.close()
         self._forking.wait()

@@ -6,6 +6,7 @@ Knows no route: a producer writes records or complete frames, and the route shap
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -28,7 +29,7 @@ Producer = Callable[[Put], Awaitable[None]]
 
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
-FAILED = "failed"  # a fact of a journal: the last event of a stream that has failed
+FAILED = "failed"  # a fact of a journal: events before the error that ends a stream, and the frame of that
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -69,6 +70,10 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class _FailedEarlier(FunitelError):
+    """An earlier router has ended the stream here, with an error."""
 
 
 async def _end(*tasks: "asyncio.Future[Any]") -> None:
@@ -141,26 +146,41 @@ class EventStream(Response):
             await _end(keep_alive)
 
     async def _produce(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
+        has_failed = journal.knows(FAILED)
         try:
-            await self._producer(writer.write)
+            await self._producer(partial(_write_until_failure, writer, journal) if has_failed else writer.write)
+            if has_failed:
+                raise _FailedEarlier("this stream has failed")
         except FunitelError as error:
-            if not writer.is_started:
+            if not writer.is_started and not journal.knows(HEAD):
                 raise
             self._fail(writer, error, journal, client)
         except Exception:
-            if not writer.is_started:
+            if not writer.is_started and not journal.knows(HEAD):
                 raise
             logger.exception("a stream failed")
             self._fail(writer, FunitelError("internal error"), journal, client)
 
     def _fail(self, writer: StreamWriter, error: FunitelError, journal: RequestJournal, client: Client | None) -> None:
-        """End a stream that has begun with an error; where its client has other bytes already, the connection ends."""
+        """End a stream that has begun with an error: the one that an earlier router has ended it with, if one has.
+
+        Where its client has other bytes already, the connection ends.
+        """
         request_context.current().error = error
+        written = self._frame(self._error_event(error)).decode()
         if not journal.knows(FAILED):
             writer.flush()
             if journal.is_behind and client is not None:
                 logger.error("a stream that was taken over fails before the place that it had reached: %s", error)
                 client.disconnect("takeover")
                 return
-        event = journal.draw(FAILED, lambda: self._frame(self._error_event(error)).decode())
-        writer.write(event.encode())
+        _, written = journal.draw(FAILED, lambda: (writer.num_events, written))
+        writer.write(written.encode())
+
+
+def _write_until_failure(writer: StreamWriter, journal: RequestJournal, event: Event) -> None:
+    """Write an event unless an earlier router has ended the stream with an error before it."""
+    num_events, _ = journal.draw(FAILED, lambda: (0, ""))
+    if writer.num_events >= num_events:
+        raise _FailedEarlier("this stream has failed")
+    writer.write(event)

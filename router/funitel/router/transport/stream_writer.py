@@ -131,6 +131,11 @@ class StreamWriter:
         self._draining: asyncio.Future[None] | None = None  # sends what waits, for a slow reader
         self._last_sent = time.monotonic()
 
+    @property
+    def num_events(self) -> int:
+        """Events that were given to `write`."""
+        return self._num_events
+
     def write(self, event: Event) -> None:
         """Send an event, or its frame, after all that waits.
 
