@@ -22,7 +22,7 @@ from funitel.router.api.routes import document
 from funitel.router.app import build_app
 from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings, is_guarded, local_only, opens_port
-from funitel.router.transport.fd_limit import allow_open_files, max_connections
+from funitel.router.transport.connection_limits import allow_open_files, max_connections
 from funitel.router.transport.server import Server, bind
 from funitel.router.transport.takeover import SEND_BUFFER_BYTES, Takeover
 

@@ -5,8 +5,8 @@ import resource
 import pytest
 
 from funitel.proto.errors import SettingsError
-from funitel.router.transport import fd_limit
-from funitel.router.transport.fd_limit import OTHER_FILES, USUAL_CONNECTIONS, allow_open_files, max_connections
+from funitel.router.transport import connection_limits as fd_limit
+from funitel.router.transport.connection_limits import OTHER_FILES, USUAL_CONNECTIONS, allow_open_files, max_connections
 
 
 @pytest.fixture
