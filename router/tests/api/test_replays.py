@@ -436,10 +436,15 @@ async def test_limits_of_a_key_do_not_refuse_what_was_admitted(
     serve: Serve, tmp_path: Path, limits: dict[str, Any]
 ) -> None:
     path, body = "/generate", native(max_new_tokens=20)
-    async with serve(FakeEngine(pause=0.02), api_key_file=keys_file(tmp_path, **limits)) as client:
+    engine = FakeEngine(pause=0.05)
+
+    async def runs() -> bool:
+        return bool(engine.tasks)
+
+    async with serve(engine, api_key_file=keys_file(tmp_path, **limits)) as client:
         app = app_of(client)
         running = asyncio.create_task(exchanged(app, path, body, KeptClient(), AUTHORIZED))
-        await asyncio.sleep(0.03)
+        await eventually(runs, "it runs")
         refused = await exchanged(app, path, body, KeptClient(), AUTHORIZED)
         admitted = await exchanged(app, path, body, KeptClient({KEY: "a"}), AUTHORIZED)
         assert (await running).status == 200
