@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from kept_rows import KeptRows, Part
 
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
@@ -45,6 +46,7 @@ class Row:
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
     is_finished: bool = False
+    part: Part | None = None  # where its outputs are kept
 
     @property
     def num_generated(self) -> int:
@@ -56,7 +58,7 @@ def next_token(tokens: list[int], adapter_id: str = "", media: bytes = b"") -> i
     return (sum(tokens) * 31 + sum(map(ord, adapter_id.partition("@")[0])) + sum(media)) % VOCAB_SIZE
 
 
-class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
+class FakeShard(KeptRows, generate_pb2_grpc.TextGenerationServiceServicer):
     """One rank. `calls` are the methods called; `failures` are statuses to answer the next steps with."""
 
     def __init__(
@@ -71,7 +73,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         state_slots: int = 0,
         max_lora_rank: int = 64,
         media: MediaFacts | None = None,
+        device_type: str = "fake",
     ) -> None:
+        super().__init__()
+        self.device_type = device_type
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
         self.has_prefix_cache = has_prefix_cache
         self.num_computed = 0  # tokens
@@ -103,6 +108,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.step_socket = ""
         self.step_server: asyncio.Server | None = None
         self.step_ends: list[FakeStepEnd] = []  # of the connections to it
+        self.is_deaf = False  # calls do not arrive there
         self.garbled: list[bytes] = []  # what the next steps are answered with in place of what they found
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
         self.adapters: dict[str, str] = {}  # paths by id
@@ -156,7 +162,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             capabilities=capabilities,
             support_chunking=self.is_chunked,
             use_prefix_caching=self.has_prefix_cache,
-            device_type="fake",
+            device_type=self.device_type,
             vocab_size=0 if self.is_plain else VOCAB_SIZE,
             step_socket=self.step_socket,
             max_lora_rank=0 if self.is_plain else self.max_lora_rank,
@@ -183,6 +189,16 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             max_total_tokens=200,
             state_slots=self.state_slots,
         )
+
+    async def warmed(self) -> pb.WarmupResponse:
+        self.calls.append("TakeOver")
+        return pb.WarmupResponse(
+            max_supported_total_tokens=self.pool_tokens, max_input_tokens=199, max_total_tokens=200
+        )
+
+    async def idle(self) -> None:
+        async with self.turns:
+            await self.turns.wait_for(lambda: not self.is_busy)
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Any) -> pb.CompileGrammarResponse:
         await self.pause.wait()
@@ -236,6 +252,11 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             async with self._turn(request):
                 self.batches.pop(request.id, None)  # it may have ended in the step before
         else:
+            async with self.turns:
+                self.renumber()
+                self.turns.notify_all()
+            if self.pause.is_set():
+                await self.idle()
             self.batches.clear()
             self.step_seqs.clear()
         return pb.ClearCacheResponse()
@@ -264,7 +285,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
                 assert all(span.key in self.media for span in start.media), "its media are not encoded"
                 tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
                 known = [*tokens, *start.output_ids]
-                rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))
+                part = self.record_start(start, start.id % len(self.urls) == self.rank)
+                rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks), part=part))
             target = request.cached_batch.id if request.HasField("cached_batch") else request.batch.id
             response = pb.PrefillResponse()
             await self._step(target, rows, request, response, context)
@@ -289,9 +311,13 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.num_here += is_step
         self.most_here = max(self.most_here, self.num_here)
         number = request.step_seq if request.HasField("step_seq") else None
+        method = type(request).__name__.removesuffix("Request")
         async with self.turns:
-            await self.turns.wait_for(lambda: number in (None, len(self.step_seqs) + 1) and not self.is_busy)
-            self.is_busy = True
+            has_turn = await self.turn(number, request, method, lambda: not self.is_busy)
+            self.is_busy = self.is_busy or has_turn
+        if not has_turn:
+            self.num_here -= is_step
+            raise Aborted(grpc.StatusCode.INVALID_ARGUMENT, "the numbering was given up")
         try:
             yield
         finally:
@@ -304,6 +330,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def _step(self, batch_id: int, rows: list[Row], request: Any, response: Any, context: Any) -> None:
         self.steps.append([row.request.id for row in rows])
+        self.num_steps += 1
         await self.pause.wait()
         await asyncio.sleep(self.delay())
         self.fails_after -= 1
@@ -361,6 +388,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         if row.is_finished:
             generation.generated_text.text = "done"
             generation.generated_text.generated_tokens = row.num_generated
+        self.record(row.part, generation)
 
     def _cached(self, batch_id: int) -> pb.CachedBatch:
         ids = [row.request.id for row in self.batches[batch_id]]
@@ -378,6 +406,8 @@ class FakeStepEnd(FrameProtocol):
         fake.step_ends.append(self)
 
     def take(self, frame: Frame) -> None:
+        if self.fake.is_deaf:
+            return
         self.tasks.add(asyncio.create_task(self._answer(frame)))
 
     def invocation_metadata(self) -> dict[str, str]:

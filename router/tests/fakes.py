@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,10 +85,22 @@ class FakeEngine:
     refused: dict[str, FunitelError] = field(default_factory=dict)  # what loading the adapter of a name raises
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     streams: list[TokenStream] = field(default_factory=list)
+    replayed: frozenset[str] | None = None
+    replays_ended: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)  # output keys
     reservations: Reservations = field(default_factory=Reservations)
 
     async def connect(self, settings: RouterSettings, metrics: Metrics) -> "FakeEngine":
         return self
+
+    def replays_begun(self, journals: Collection[str]) -> None:
+        self.replayed = frozenset(journals)
+
+    def replay_ended(self, journal: str) -> None:
+        self.replays_ended.append(journal)
+
+    def release_outputs(self, keys: Iterable[str]) -> None:
+        self.released += keys
 
     async def was_cancelled(self) -> bool:
         return bool(self.cancelled)

@@ -6,6 +6,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+from funitel.proto.takeover.state import SequenceOutputs, join_outputs
 from funitel.router.encoder.engine import EncoderEngine, start_encoder
 from funitel.router.engine.interface import Inference
 from funitel.router.replica_set.replica_set import ReplicaSet
@@ -41,16 +42,36 @@ async def connect(
     began = time.monotonic()
     places = listed_replicas(settings) if replicas is None else replicas
     async with AsyncExitStack() as undo:
-        found = await _connect_all(places, settings, undo)
+        present = await _with_work(places, settings)
+        found = await _connect_all(present, settings, undo)
         if any(info.encoder is not None for shards in found for info in shards.infos):
-            engine: Inference | EncoderEngine = start_encoder(list(zip(places, found, strict=True)), settings, metrics)
+            engine: Inference | EncoderEngine = start_encoder(list(zip(present, found, strict=True)), settings, metrics)
         else:
-            engine = ReplicaSet(await _start_all(places, found, settings, metrics, undo), settings, metrics)
+            members = await _start_all(present, found, settings, metrics, undo)
+            engine = ReplicaSet(members, settings, metrics, await _kept_outputs(found, settings))
+            for place in places:
+                if place not in present:
+                    engine.add_when_it_answers(place)
         undo.pop_all()
     seconds = time.monotonic() - began
     metrics.observe_attach(seconds)
     metrics.set_load_seconds(seconds)
     return engine
+
+
+async def _with_work(places: Sequence[ReplicaAddress], settings: RouterSettings) -> Sequence[ReplicaAddress]:
+    """The replicas to begin with: all, unless sequences of an earlier router would wait for one that is lost."""
+    if settings.keeper is None or len(places) == 1:
+        return places
+    calls = (Shards.connect(place.address, tls=settings.shard_tls, keeps=True) for place in places)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    found = {place: shards for place, shards in zip(places, answers, strict=True) if isinstance(shards, Shards)}
+    try:
+        if len(found) == len(places) or not any(await _all_of([shards.outputs() for shards in found.values()])):
+            return places
+    finally:
+        await asyncio.gather(*(shards.close() for shards in found.values()))
+    return list(found)
 
 
 async def _connect_all(
@@ -59,7 +80,8 @@ async def _connect_all(
     """Connect to every replica; `undo` closes those that were reached."""
 
     async def reach(place: ReplicaAddress) -> Shards:
-        shards = await Shards.connect(place.address, settings.shard_connect_timeout, settings.shard_tls)
+        timeout, keeps = settings.shard_connect_timeout, settings.keeper is not None
+        shards = await Shards.connect(place.address, timeout, settings.shard_tls, keeps=keeps)
         undo.push_async_callback(shards.close)
         return shards
 
@@ -77,7 +99,7 @@ async def _start_all(
     check_alike([place.address for place in places], [shards.infos[-1] for shards in found])
 
     async def begin(slot: ReplicaSlot, shards: Shards) -> ServingReplica:
-        member = await slot.start(shards, settings)
+        member = await slot.start(shards, settings, takes_over=settings.keeper is not None)
         undo.push_async_callback(member.close)
         return member
 
@@ -85,6 +107,13 @@ async def _start_all(
     for slot in slots:
         undo.callback(slot.metrics.remove)
     return await _all_of([begin(slot, shards) for slot, shards in zip(slots, found, strict=True)])
+
+
+async def _kept_outputs(found: Sequence[Shards], settings: RouterSettings) -> dict[str, SequenceOutputs]:
+    """The outputs of sequences of an earlier router, by output key; no step is made meanwhile."""
+    if settings.keeper is None:
+        return {}
+    return join_outputs([each for outputs in await _all_of([shards.outputs() for shards in found]) for each in outputs])
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -40,9 +40,9 @@ from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.kept_answer import WHOLE
-from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal
+from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal, KeptTransport
 from funitel.router.transport.memory_budget import CLIENT
-from funitel.router.transport.sse import FAILURE
+from funitel.router.transport.sse import FAILED
 from funitel.router.transport.stream_writer import DirectSend
 from funitel_testing.words import word_tokenizer
 
@@ -81,6 +81,7 @@ class KeptClient:
         self.facts: dict[str, Any] = json.loads(json.dumps(facts or {}))
         self.num_puts = 0
         self.is_unkept = False
+        self._transport = KeptTransport(cast(asyncio.Transport, None), 0, 0)
         self.reason = ""  # why it was disconnected
 
     def facts_of(self, scope: Scope) -> dict[str, Any]:
@@ -90,14 +91,18 @@ class KeptClient:
         del scope[WHOLE]
         is_replayed = KEY in self.facts
         self.facts.setdefault(KEY, "the-key")
-        return AnswerJournal(self.facts[KEY], dict(self.facts), self._put, lambda: 0, is_replayed=is_replayed)
+        return AnswerJournal(self.facts[KEY], dict(self.facts), self._put, self._transport, is_replayed=is_replayed)
 
     def _put(self, facts: dict[str, Any]) -> None:
         self.num_puts += 1
         self.facts |= json.loads(json.dumps(facts))
 
-    def begin_unkept(self, scope: Scope) -> None:
+    def begin_unkept(self, scope: Scope) -> bool:
         self.is_unkept = True
+        return True
+
+    def note_interim(self, num_bytes: int) -> None:
+        raise AssertionError("no client here waits for 100 Continue")
 
     def disconnect(self, reason: str) -> None:
         self.reason = reason
@@ -365,7 +370,7 @@ async def test_an_error_behind_an_early_head_ends_the_stream(serve: Serve) -> No
         found = await exchanged(app_of(client), "/v1/chat/completions", stream(CHAT), client_)
     assert found.status == 200
     assert b"gone" in found.chunks[0]
-    assert client_.facts[FAILURE][0] == 0
+    assert client_.facts[FAILED][0] == 0
     assert not client_.reason
 
 
@@ -600,6 +605,7 @@ EXCEPTIONS = {
     "middleware/route_gate.py:RouteGate._charged": LIMITS,
     "serving/arrival.py:Arrival.of": "its distance to the wall clock's arrival is drawn",
     "serving/prepare.py:GenerationJob": "for headers and metrics, and for timings, which are drawn",
+    "serving/run.py:_Run._take_recorded": LIMITS,
     "serving/running.py:ActiveRequest": LIMITS,
     "serving/step_queries.py": LIMITS,
     "serving/validation.py:random_seed": BY_CALLERS,

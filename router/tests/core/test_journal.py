@@ -53,13 +53,10 @@ def test_shards_keep_no_outputs_of_an_answer_that_depends_on_none() -> None:
 def test_nothing_is_handed_over_once_the_answer_was_given() -> None:
     put: list[dict[str, Any]] = []
     journal = KeptJournal("a", {}, put.append)
-    ended: list[str] = []
-    journal.on_done.append(lambda: ended.append("a"))
-    journal.done()
     journal.done()
     journal.draw("late", lambda: 1)
     journal.flush()
-    assert (put, ended) == ([], ["a"])
+    assert put == []
 
 
 def test_a_scope_says_what_an_earlier_router_has_left() -> None:
@@ -67,3 +64,16 @@ def test_a_scope_says_what_an_earlier_router_has_left() -> None:
     assert not is_replayed({EARLIER: {}})
     assert is_replayed({EARLIER: {KEY: "a"}})
     assert earlier_facts({EARLIER: {KEY: "a"}}) == {KEY: "a"}
+
+
+def test_what_waits_for_the_end_of_an_answer_is_called_once_even_if_it_comes_late() -> None:
+    called: list[str] = []
+    journal = KeptJournal("a", {}, lambda facts: None)
+    journal.when_done(lambda: called.append("early"))
+    assert not called
+    journal.done()
+    journal.done()
+    journal.when_done(lambda: called.append("late"))
+    assert called == ["early", "late"]
+    UNKEPT.when_done(lambda: called.append("never"))
+    assert called == ["early", "late"]

@@ -9,6 +9,7 @@ import pytest
 
 from funitel.proto.errors import FunitelError, Incomplete, StepFailed
 from funitel.proto.step import FinishReason, GeneratedText, Generation, SamplingParams, StoppingParams, Tokens
+from funitel.proto.takeover.state import OutputStep
 from funitel.router.core.request import Request
 from funitel.router.core.stream import TokenStream
 
@@ -108,3 +109,35 @@ async def test_a_stream_that_has_ended_is_freed_without_garbage_collection() -> 
         assert freed() is None
     finally:
         gc.enable()
+
+
+async def test_outputs_of_an_earlier_router_come_first() -> None:
+    stream = make()
+    stream.record([OutputStep(3, generation(1)), OutputStep(5, generation(2))])
+    stream.deliver(generation(3, is_last=True))
+    assert stream.num_tokens == 3
+    assert [each.tokens.ids for each in [g async for g in stream]] == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize("listens", [True, False])
+async def test_an_answer_may_have_ended_with_an_earlier_router(listens: bool) -> None:
+    stream = make()
+    stream.record([OutputStep(3, generation(1)), OutputStep(5, generation(2, is_last=True))])
+    assert stream.has_ended
+    seen: list[tuple[int, ...]] = []
+    if listens:
+        stream.listen(lambda event, _: seen.append(event.tokens.ids))  # type: ignore[union-attr]
+        assert stream._listener is None, "it would refer back to the stream"
+    else:
+        seen = [each.tokens.ids async for each in stream]
+    assert seen == [(1,), (2,)]
+    async with stream:
+        pass  # it does not cancel
+
+
+async def test_siblings_take_recorded_outputs_themselves() -> None:
+    stream = make()
+    stream.record([OutputStep(3, generation(1))])
+    assert [each.step for each in stream.take_recorded()] == [3]
+    stream.deliver(generation(2, is_last=True))
+    assert [each.tokens.ids for each in [g async for g in stream]] == [(2,)]

@@ -101,3 +101,14 @@ def test_of_blocks_that_leave_only_those_in_other_use_stay() -> None:
     assert [pool.num_idle([block]) for block in blocks] == [1, 0, 0, 1]
     pool.free(blocks[1:3])
     assert (pool.num_used, pool.num_cached) == (0, 4)
+
+
+def test_blocks_that_rows_have_already_are_in_use_by_each_of_them() -> None:
+    pool = BlockPool(num_blocks=6, block_size=4)
+    pool.hold([(3, 5), (3, 1)])
+    assert (pool.num_used, pool.num_free) == (3, 3)
+    assert sorted(pool.allocate(3)) == [2, 4, 6]
+    pool.free((3, 5))
+    assert pool.num_free == 1  # the other row has block 3 still
+    pool.free((3, 1))
+    assert (pool.num_used, pool.num_free) == (3, 3)

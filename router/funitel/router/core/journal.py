@@ -31,6 +31,11 @@ class RequestJournal:
     key = ""  # of the request among all that are kept; empty: it is not kept
     is_replayed = False  # an earlier router has begun to answer it
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client has further bytes of the answer, which an earlier router has written."""
+        return False
+
     def draw(self, name: str, make: Callable[[], T]) -> T:
         """Return a fact, a JSON value; `make` makes it unless an earlier router did. One name is drawn once."""
         return make()
@@ -53,6 +58,9 @@ class RequestJournal:
     def keep_no_outputs(self) -> None:
         """The answer depends on no output of a shard."""
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call something once nothing of the answer can be needed again; never, of a request that is not kept."""
+
 
 class KeptJournal(RequestJournal):
     """The journal of a request that a keeper knows.
@@ -69,7 +77,8 @@ class KeptJournal(RequestJournal):
     ) -> None:
         self.key = key
         self.is_replayed = is_replayed
-        self.on_done: list[Callable[[], None]] = []  # called once nothing of the answer can be needed again
+        self._is_done = False
+        self._on_done: list[Callable[[], None]] = []
         self._known = known
         self._put = put
         self._fresh: dict[str, Any] = {}  # not handed to the keeper yet
@@ -112,10 +121,17 @@ class KeptJournal(RequestJournal):
         self._num_outputs += 1
         return f"{self.key}/{self._num_outputs}"
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """See RequestJournal."""
+        if self._is_done:
+            call()
+        else:
+            self._on_done.append(call)
+
     def done(self) -> None:
         """Call what waits for the end of the answer; later facts, of work that goes on behind it, are not kept."""
         self._is_done = True
-        calls, self.on_done = self.on_done, []
+        calls, self._on_done = self._on_done, []
         for call in calls:
             call()
 

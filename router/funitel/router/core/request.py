@@ -96,6 +96,8 @@ class Request:
     speculate: int = 0  # maximum of draft tokens that a step verifies
     media: tuple[RequestMedia, ...] = ()  # of the prompt, in the order of their positions
     output_key: str = ""  # shards keep its outputs under this key; empty: they do not
+    is_replayed: bool = False  # an earlier router has admitted it,
+    was_begun: bool = False  # and has delivered tokens of it
 
 
 @dataclass(slots=True, eq=False)

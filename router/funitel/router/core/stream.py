@@ -9,6 +9,7 @@ from types import TracebackType
 
 from funitel.proto.errors import Cancelled, FunitelError, Incomplete
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.proto.takeover.state import OutputStep
 from funitel.router.core.request import Request
 from funitel.router.core.request_trace import RequestTrace
 
@@ -67,6 +68,7 @@ class TokenStream:
         self._listener: Listener | None = None
         # One task iterates, so a deque and a future suffice; asyncio.Queue costs several times as much per token.
         self._events: deque[Event] = deque()
+        self._recorded: deque[OutputStep] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._done = False
         self._is_exhausted = False
@@ -92,11 +94,36 @@ class TokenStream:
         ending = GeneratedText("", self.num_tokens, FinishReason.ABORT, seed)
         self.deliver(Generation(self.sequence_id, Tokens((), (), ()), finished=ending))
 
+    def record(self, steps: Iterable[OutputStep]) -> None:
+        """Put the generations of an earlier router before all others; nothing was delivered yet.
+
+        The answer has ended if the last of them has.
+        """
+        now = time.monotonic()
+        self._recorded.extend(steps)
+        if not self._recorded:
+            return
+        self.num_tokens += sum([len(each.generation.tokens.ids) for each in self._recorded])
+        timings = self.timings
+        timings.started = timings.first_token = timings.latest = now
+        if self._recorded[-1].generation.finished is not None:
+            self._end(now)
+
+    def take_recorded(self) -> list[OutputStep]:
+        """Take the generations of an earlier router out, before anything listens: siblings have theirs in turns."""
+        taken = list(self._recorded)
+        self._recorded.clear()
+        return taken
+
     def listen(self, listener: Listener) -> None:
         """Call `listener` with every event, at once with earlier ones; instead of iteration.
 
         It is called by the engine, between two steps: it must neither raise nor take long.
         """
+        while self._recorded:
+            listener(self._recorded.popleft().generation, time.monotonic())
+        if self._done and not self._events:
+            return  # it would refer back to this for good
         self._listener = listener
         while self._events:
             listener(self._events.popleft(), time.monotonic())
@@ -156,10 +183,10 @@ class TokenStream:
     async def __anext__(self) -> Generation:
         if self._is_exhausted:
             raise StopAsyncIteration
-        while not self._events:
+        while not self._events and not self._recorded:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-        event = self._events.popleft()
+        event = self._recorded.popleft().generation if self._recorded else self._events.popleft()
         if isinstance(event, FunitelError):
             self._is_exhausted = True
             raise event

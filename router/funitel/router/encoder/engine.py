@@ -30,8 +30,8 @@ from funitel.router.core.stream import Timings
 from funitel.router.encoder.queue import EncoderQueue, QueuedText, Submission
 from funitel.router.engine.step_pipeline import FIRST_FACTOR
 from funitel.router.engine.warmup import admission_of
-from funitel.router.replica_set.failover import MAX_LOSSES
-from funitel.router.replica_set.membership import NONE_LEFT, Membership
+from funitel.router.replica_set.failover import MAX_LOSSES, NONE_LEFT
+from funitel.router.replica_set.membership import Membership
 from funitel.router.replica_set.table import Member, ReplicaAddress, Slot
 from funitel.router.replica_set.weighted_choice import WeightedChoice
 from funitel.router.scheduler.admission import Exceeded, InFlight, Reservation, Reservations

@@ -7,13 +7,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from itertools import count
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
+from funitel.proto.takeover.state import HeldBatch, HeldRow
 from funitel.router.adapters.slots import AdapterSlots, User
 from funitel.router.core.request import Adapter, Limits, Request, Sequence, is_background
 from funitel.router.core.stream import TokenStream
 from funitel.router.encoder_cache.cache import EncoderCache, MediaRanks
+from funitel.router.engine.held_rows import HeldRows
 from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.request_table import RequestTable
@@ -82,6 +85,8 @@ class Engine:
         )
         self.views = {0: view}  # of the only replica
         self.new_ids = count()  # of sequences; those of several replicas share one
+        self.held = HeldRows(scheduler.blocks)  # of an earlier router
+        self._claimed: dict[int, HeldRow] = {}  # by id, until their sequences run
         self._is_draining = False
 
     @property
@@ -172,6 +177,29 @@ class Engine:
         known = list(request.output_ids)
         return Sequence(next(self.new_ids), request, known, num_opening=num_opening, arrived=time.monotonic())
 
+    def hold(self, last_step_seq: int, batches: Seq[HeldBatch]) -> None:
+        """Hold the rows that the shards have of an earlier router, and make no step until `begin`.
+
+        To be called before the event loop runs anything else.
+        """
+        rows = [row for batch in batches for row in batch.rows]
+        self._replica.go_on(last_step_seq, batches)
+        self.held = HeldRows(self._scheduler.blocks, rows)
+        self.new_ids = count(max((row.request_id + 1 for row in rows), default=0))
+        self._steps.is_held = bool(rows)
+
+    def go_on(self, sequence: Sequence, stream: TokenStream, row: HeldRow) -> None:
+        """Let a sequence of an earlier router go on in its row, which it has claimed."""
+        sequence.id = row.request_id
+        self._claimed[row.request_id] = row
+        self.requests.adopt(sequence, stream)
+
+    def begin(self) -> None:
+        """Make steps from now on; rows that no sequence has claimed are dropped first."""
+        self.held.drop_all_but(())
+        self._steps.is_held = False
+        self._wake()
+
     def on_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
         """Have `on_lost` called once the shards are gone; it must call `evacuate`."""
         self._steps.on_lost = on_lost
@@ -235,6 +263,11 @@ class Engine:
         return ReplicaLoad(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence), has_adapter)
 
     def _take(self, sequence: Sequence) -> None:
+        row = self._claimed.pop(sequence.id, None) if self._claimed else None
+        if row is not None:
+            self._scheduler.go_on(sequence, row.blocks, row.num_computed)
+            self._wake()
+            return
         request = sequence.request
         is_behind = is_background(request.key)
         is_ready = request.adapter is None or self._adapters.take(sequence.id, request.adapter, is_background=is_behind)

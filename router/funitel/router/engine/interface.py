@@ -1,5 +1,6 @@
 """The interface of an engine to handlers and to load balancing: `Admits`, `Inference` and `ReplicaLoad`."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +56,15 @@ class Inference(Admits, Protocol):
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request, or raise Overloaded or NotReady."""
+
+    def replays_begun(self, journals: Collection[str]) -> None:
+        """Requests of these journals are replayed from now on; nothing else of an earlier router is needed."""
+
+    def replay_ended(self, journal: str) -> None:
+        """A replayed request has ended; what it has not claimed is not needed."""
+
+    def release_outputs(self, keys: Iterable[str]) -> None:
+        """Let shards forget the outputs of sequences, by their keys: clients have the answers."""
 
     async def health(self) -> None:
         """Raise FunitelError when a shard does not answer."""

@@ -77,6 +77,7 @@ class StepLoop:
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
         self._newest = time.monotonic()  # when a sequence came last
         self._has_halted = False
+        self.is_held = False  # no step is sent: the shards hold rows that requests have not claimed yet
         self._recovery = Recovery(replica, scheduler, self._pipeline, requests, metrics, compiling, self._lose)
         self.past = PastSteps(maxlen=MAX_STEPS)
         self._timeout_of = partial(step_timeout_seconds, step_timeout_s=step_timeout_s)
@@ -233,6 +234,8 @@ class StepLoop:
 
         Planning and sending happen without a pause between, so a client seen to leave is in no later step.
         """
+        if self.is_held:
+            return
         scheduler, pipeline = self._scheduler, self._pipeline
         while pipeline.has_room and (not scheduler.bisector.on_trial or self._recovery.may_send()):
             delay = pipeline.seconds_to_plan(self._newest, has_several_keys=scheduler.shares.num_known_keys > 1)

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings.fields import require
@@ -12,6 +13,7 @@ from funitel.proto.step import Capability, SamplingParams, SequenceStart, Stoppi
 from funitel.router.core.request import Limits
 from funitel.router.encoder_cache.cache import MediaRanks
 from funitel.router.engine.engine import Engine
+from funitel.router.engine.held_rows import are_sound
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.kv_cache.host_tier import CacheTier, HostTier
 from funitel.router.scheduler.admission import Admission
@@ -19,6 +21,7 @@ from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RECOMPUTE, SWAP, RouterSettings
 from funitel.router.shard_client.replica import Ranks, Replica
+from funitel.router.shard_client.takeover import TakenOver
 from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,16 @@ logger = logging.getLogger(__name__)
 MAX_ON_THE_WIRE = 2**32 - 1
 MAX_BEAMS = 128  # of one search: as many answers as OpenAI's requests can ask for
 WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
+
+
+class LeftRanks(Protocol):
+    """Ranks that an earlier router may have left rows on."""
+
+    async def take_over(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> TakenOver | None:
+        """Take rows over; None if that cannot be."""
+
+    def clear(self) -> Awaitable[None]:
+        """Drop all rows."""
 
 
 def admission_of(settings: RouterSettings) -> Admission:
@@ -44,8 +57,9 @@ async def start(
     metrics: Metrics,
     admission: Admission | None = None,
     media_ranks: MediaRanks | None = None,
+    left_ranks: LeftRanks | None = None,
 ) -> Engine:
-    """Warm the ranks of a model up and start the engine over them.
+    """Warm the ranks of a model up and start the engine over them; or take rows over, which then wait for `begin`.
 
     Args:
         ranks: they have answered.
@@ -53,6 +67,7 @@ async def start(
         metrics: get the sizes of weights and pool.
         admission: that of ranks which served before them.
         media_ranks: the same ranks, where prompts may have the media that they take.
+        left_ranks: the same ranks, where they were not cleared yet.
 
     Raises:
         StartupError: settings, model and memory do not fit together.
@@ -69,7 +84,8 @@ async def start(
         is_chunked or settings.target_ttft_ms is None,
         f"--target-ttft-ms {settings.target_ttft_ms} needs shards that compute prompts in chunks",
     )
-    results = await _warm_up(replica, settings)
+    left = None if left_ranks is None else await _take_over(left_ranks, replica, settings)
+    results = await replica.warmup(*_largest_prefill(settings)) if left is None else left.warmups
     smallest = min(results, key=_triple)
     # A plain peer's pool counts block 0, which must stay unused.
     num_blocks = (smallest.pool_tokens or 0) // block_size - (1 if is_plain else 0)
@@ -119,10 +135,29 @@ async def start(
     pipeline_steps += replica.num_stages - 1  # one is computed in each stage
     chosen = admission or admission_of(settings)
     decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
-    return Engine(
+    engine = Engine(
         *(replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout, settings.max_loras),
         media_ranks,
     )
+    if left is not None:
+        engine.hold(left.last_step_seq, left.batches)
+    return engine
+
+
+async def _take_over(ranks: LeftRanks, replica: Replica, settings: RouterSettings) -> TakenOver | None:
+    """Take over what an earlier router has left, or clear the ranks and return None."""
+    left = None
+    if settings.lora_adapters is None and settings.lora_folder is None:  # the ranks may have adapters, else
+        left = await ranks.take_over(*_largest_prefill(settings))
+    if left is not None:
+        block_size = replica.info.block_size
+        num_blocks = min(result.pool_tokens or 0 for result in left.warmups) // block_size
+        if are_sound(left.batches, num_blocks, block_size):
+            # What was in slots of the lower tier at the warm-up may have been overwritten since.
+            return replace(left, warmups=tuple([replace(result, stored_blocks=()) for result in left.warmups]))
+        logger.warning("rows of an earlier router are not taken over: they are none of this pool")
+    await ranks.clear()
+    return None
 
 
 def with_media(limits: Limits, replica: Replica, max_chunk_tokens: int) -> Limits:
@@ -149,8 +184,8 @@ def _lower_tier(results: Sequence[WarmupResult], settings: RouterSettings) -> Ho
     return HostTier(num_slots, kind, settings.prefix_cache_ttl, stored, time.monotonic())
 
 
-async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:
-    """Warm up with the largest prefill allowed, as one or more prompts."""
+def _largest_prefill(settings: RouterSettings) -> tuple[list[SequenceStart], WarmupLimits]:
+    """What to warm up with: the largest prefill allowed, as one or more prompts."""
     longest = min(settings.max_input_tokens or settings.max_batch_prefill_tokens, settings.max_batch_prefill_tokens)
     sequences: list[SequenceStart] = []
     left = settings.max_batch_prefill_tokens
@@ -174,7 +209,7 @@ async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupRes
         max_batch_total_tokens=settings.max_batch_total_tokens,
         max_batch_size=min(max_running, settings.max_concurrent_requests, MAX_ON_THE_WIRE),
     )
-    return await replica.warmup(sequences, limits)
+    return sequences, limits
 
 
 def _max_beams(settings: RouterSettings, state_slots: int) -> int:

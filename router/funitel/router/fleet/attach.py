@@ -223,6 +223,8 @@ class Attachment:
             if failures:
                 raise failures[0]
             undo.pop_all()
+        if self._models.replayed is not None:
+            service.replays_begun(self._models.replayed)
         self.model.attach(service)
 
     async def _add(self, service: Service, replica: FleetReplica) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -114,6 +114,7 @@ class ServedModels:
         is_alone: whether there is no model but the router's own one.
         ending: services that take no requests any more, while their last ones run.
         num_snapshots: that the control plane has sent.
+        replayed: journals of requests that an earlier router has left; None as long as they are not known.
         history: the last hour of each, while its `run` runs.
         drained: set once the router drains.
     """
@@ -123,6 +124,7 @@ class ServedModels:
         self.has_own = not own.settings.no_model
         self.snapshot: FleetSnapshot | None = None
         self.num_snapshots = 0
+        self.replayed: frozenset[str] | None = None
         self.ending: list[Service] = []
         self._changed = asyncio.Event()
         self.drained = asyncio.Event()
@@ -176,6 +178,12 @@ class ServedModels:
             raise NotReady(SHUTTING_DOWN)
         elif self.snapshot is None:
             raise NotReady(UNKNOWN)
+
+    def replays_begun(self, journals: Collection[str]) -> None:
+        """Requests of these journals are replayed from now on, by whichever model they are for."""
+        self.replayed = frozenset(journals)
+        for service in self.services:
+            service.replays_begun(self.replayed)
 
     def fail_all(self, error: FunitelError) -> None:
         """End whatever runs or waits; clients get the error."""

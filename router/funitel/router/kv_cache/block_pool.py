@@ -74,6 +74,22 @@ class BlockPool:
         self._users.update(dict.fromkeys(taken, 1))
         return taken
 
+    def can_hold(self, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether the blocks of some tables are of this pool, none of them in use, and none twice in a table."""
+        return all(
+            len(set(table)) == len(table)
+            and all(0 < block <= self.num_blocks and block not in self._users for block in table)
+            for table in tables
+        )
+
+    def hold(self, tables: Iterable[Sequence[int]]) -> None:
+        """Use blocks that rows of the shards have already, of a pool without content; some may share a block."""
+        assert not self._keys, "content may be overwritten"
+        for table in tables:
+            for block in table:
+                self._users[block] = self._users.get(block, 0) + 1
+        self._free = [block for block in self._free if block not in self._users]
+
     def _evict(self) -> int:
         block, used = self._cached.popitem(last=False)
         key = self._keys.pop(block)

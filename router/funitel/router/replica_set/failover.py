@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NO_REPLICA = "every replica is lost"
+NONE_LEFT = "the model has no replica left"
 # A request that was with so many replicas as they were lost, one after the other and without a token in between, may be
 # what ends them: it gets the error.
 MAX_LOSSES = 3

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound, NotReady, ShardFailed
 from funitel.router.core.background_tasks import Tasks
-from funitel.router.replica_set.failover import NO_REPLICA, ReturnTimeout, reconnect
+from funitel.router.replica_set.failover import NO_REPLICA, NONE_LEFT, ReturnTimeout, reconnect
 from funitel.router.replica_set.table import Member, ReplicaAddress, ReplicaStatus, Slot, check_weight
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
@@ -23,8 +23,6 @@ from funitel.router.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.5  # between two checks of a replica that has disconnected and answers all the same
-NONE_LEFT = "the model has no replica left"
-
 
 T = TypeVar("T", bound=Member)
 
@@ -164,6 +162,24 @@ class Membership(ABC, Generic[T]):
         seconds = time.monotonic() - began
         self._metrics.observe_attach(seconds)
         logger.info("replica %d joined after %.1f s; %s", replica_id, seconds, self._state(words))
+
+    def add_when_it_answers(self, place: ReplicaAddress) -> None:
+        """Let a replica serve beside the others once its shards answer, however long that takes."""
+        self._joining[place.replica_id] = place
+        self._tasks.start(self._add_when_it_answers(place))
+
+    async def _add_when_it_answers(self, place: ReplicaAddress) -> None:
+        began = time.monotonic()
+        member = await reconnect(place.address, self._settings.shard_tls, partial(self._join, place))
+        if self._joining.get(place.replica_id) is not place:
+            member.slot.metrics.remove()
+            await member.close()
+            return
+        del self._joining[place.replica_id]
+        words = self._enter(member)
+        logger.info(
+            "replica %d joined after %.1f s; %s", place.replica_id, time.monotonic() - began, self._state(words)
+        )
 
     def _check_new(self, replica_id: int, address: str, weight: float) -> None:
         if self._is_draining:

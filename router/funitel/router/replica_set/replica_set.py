@@ -21,10 +21,10 @@ from funitel.router.engine.engine import Engine
 from funitel.router.engine.paused import PausedRequests
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.replica_set.failover import MAX_LOSSES, NO_REPLICA
+from funitel.router.replica_set.failover import MAX_LOSSES, NO_REPLICA, NONE_LEFT
 from funitel.router.replica_set.holding_queue import HoldingQueue
 from funitel.router.replica_set.load_balancer import LoadBalancer
-from funitel.router.replica_set.membership import NONE_LEFT, Membership
+from funitel.router.replica_set.replays import KeptOutputs, Replays
 from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, can_take_adapters, check_alike, smallest_limits
 from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.scheduler.admission import InFlight, Reservation, Reservations
@@ -36,14 +36,20 @@ from funitel.router.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 
-class ReplicaSet(Membership[ServingReplica]):
+class ReplicaSet(Replays):
     """`Inference` over the engines of the replicas of one model."""
 
-    def __init__(self, members: Seq[ServingReplica], settings: RouterSettings, metrics: Metrics) -> None:
-        super().__init__(settings, metrics)
+    def __init__(
+        self,
+        members: Seq[ServingReplica],
+        settings: RouterSettings,
+        metrics: Metrics,
+        outputs: KeptOutputs | None = None,
+    ) -> None:
+        """Let replicas serve; `outputs` by output key are those of an earlier router."""
+        super().__init__(members, settings, metrics, outputs)
         self.limits = smallest_limits([member.engine.limits for member in members])
         self._first = members[0].slot.address
-        self._info = members[0].shards.infos[-1]  # facts that all replicas share
         self.takes_adapters = can_take_adapters(self._info)
         self._holding = HoldingQueue(metrics.child(), members[0].slot.admission)
         self._balancer = LoadBalancer([])
@@ -51,8 +57,7 @@ class ReplicaSet(Membership[ServingReplica]):
         self.paused = PausedRequests(
             lambda: (holder.requests for holder in self._holders()), self._unpause, self._can_resume, metrics
         )
-        self._new_ids = count()  # of sequences, on any replica
-        self._newest: tuple[Request, ServingReplica] | None = None
+        self._new_ids = count(max(next(member.engine.new_ids) for member in members))  # of sequences, on any replica
         self._loaded: set[str] = set()  # ids of adapters that `load_adapter` has loaded and none has retired
         self._pinned: dict[str, Adapter] = {}  # by id
         metrics.set_limits(self.limits)
@@ -88,6 +93,8 @@ class ReplicaSet(Membership[ServingReplica]):
         check_capabilities(request.sampling, self._info.capabilities)
         check_adapter(request.adapter, takes_adapters=self.takes_adapters)
         self._check_open()
+        if request.is_replayed:
+            return self._submit_replayed(request, self._sequence_of(request))
         sequence = self._sequence_of(request)
         if not self._serving:
             return self._holding.requests.admit(sequence, self._in_flight(request.key))
@@ -98,6 +105,16 @@ class ReplicaSet(Membership[ServingReplica]):
         if sibling is None and self._balancer.is_weighted:
             self._balancer.count(self._serving.index(member))
         return stream
+
+    def _adopt_replayed(self, sequence: Sequence, stream: TokenStream) -> None:
+        """As `_adopt`; siblings stay together."""
+        sibling = self._replica_of_sibling(sequence.request)
+        if sibling is not None:
+            sibling.engine.requests.adopt(sequence, stream)
+            return
+        member = self._adopt(sequence, stream)
+        if member is not None:
+            self._newest = sequence.request, member
 
     def check_room(self, incoming: Request) -> None:
         """Ask admission about a request before its prompt is known; raises as `submit`, except InvalidRequest."""
@@ -115,15 +132,19 @@ class ReplicaSet(Membership[ServingReplica]):
     def _table_for(self, sequence: Sequence) -> RequestTable:
         return (self._choose(sequence).engine if self._serving else self._holding).requests
 
-    def _adopt(self, sequence: Sequence, stream: TokenStream) -> None:
-        """Let a sequence that was elsewhere go on with the replica that suits it best, or wait for one."""
+    def _adopt(self, sequence: Sequence, stream: TokenStream) -> ServingReplica | None:
+        """Let a sequence that was elsewhere go on with the replica that suits it best, which is returned.
+
+        Where none serves it waits for one.
+        """
         if not self._serving:
             self._holding.requests.adopt(sequence, stream)
-            return
+            return None
         member = self._choose(sequence)
         if self._balancer.is_weighted:
             self._balancer.count(self._serving.index(member))
         member.engine.requests.adopt(sequence, stream)
+        return member
 
     def _sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request that comes now."""
@@ -221,6 +242,7 @@ class ReplicaSet(Membership[ServingReplica]):
         self.paused.close()
         while any(holder.requests for holder in self._holders()):
             await asyncio.gather(*(holder.requests.drained() for holder in self._holders()))
+        await self._releases.close()
         await self._close_members()
 
     def _holders(self) -> list[HoldingQueue | Engine]:
@@ -319,6 +341,7 @@ class ReplicaSet(Membership[ServingReplica]):
         member.engine.on_loss(partial(self._lose, member))
         member.engine.new_ids = self._new_ids
         self._tasks.start(self._load_pinned(member.engine))
+        self._releases.add()
         waiting = self._holding.evacuate()
         num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)
         return f"requests resumed={num_resumed} failed={len(waiting) - num_resumed}"

@@ -58,8 +58,8 @@ class ReplicaSlot(Slot):
             admission=admission_of(settings),
         )
 
-    async def start(self, shards: Shards, settings: RouterSettings) -> "ServingReplica":
-        """Warm shards up and start an engine over them.
+    async def start(self, shards: Shards, settings: RouterSettings, *, takes_over: bool = False) -> "ServingReplica":
+        """Warm shards up and start an engine over them; `takes_over`: they may hold rows of an earlier router.
 
         Raises:
             StartupError: settings, model and memory do not fit together.
@@ -67,7 +67,8 @@ class ReplicaSlot(Slot):
         """
         with ExitStack() as undo:
             undo.callback(self.metrics.retire)
-            engine = await start(shards, settings, self.metrics, self.admission, media_ranks=shards)
+            left = shards if takes_over else None
+            engine = await start(shards, settings, self.metrics, self.admission, media_ranks=shards, left_ranks=left)
             undo.pop_all()
         return ServingReplica(slot=self, shards=shards, engine=engine)
 

@@ -44,6 +44,7 @@ class RunningSet:
         self.micro_batch = 0  # the one that is planned
         self.sizes = [0] * num_micro_batches  # sequences of each
         self.by_id: dict[int, Sequence] = {}
+        self.is_disordered = False  # some of them have entered behind newer ones
         self.searching: dict[int, Sequence] = {}  # with beams, which are rows in its place
         self._blocks = blocks
         self._checkpoints = checkpoints
@@ -59,6 +60,10 @@ class RunningSet:
 
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence run that has got its blocks, in the micro-batch that is planned."""
+        if not self.by_id:
+            self.is_disordered = False
+        elif next(reversed(self.by_id)) > sequence.id:
+            self.is_disordered = True
         sequence.micro_batch = self.micro_batch
         self.sizes[self.micro_batch] += 1
         self.by_id[sequence.id] = sequence

@@ -246,6 +246,7 @@ class PrefillPlanner:
             adapter_id=None if request.adapter is None else request.adapter.id,
             speculate=request.speculate,
             media=tuple([each.span for each in request.media]),
+            output_key="" if is_plain or request.beams is not None else request.output_key,
         )
 
     # Spending -------------------------------------------------------------------------------------------------------

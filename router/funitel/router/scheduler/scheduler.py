@@ -42,6 +42,10 @@ from funitel.router.scheduler.state_checkpoints import StateCheckpoints
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 
+def _id_of(delivered: tuple[Sequence, Generation]) -> int:
+    return delivered[0].id
+
+
 class Scheduler:
     """Waiting and running sequences over one block pool."""
 
@@ -79,6 +83,21 @@ class Scheduler:
         """Queue a new sequence."""
         self.shares.join(sequence.request.key)
         self.waiting.add(sequence)
+
+    def go_on(self, sequence: Sequence, blocks: Seq[int], num_computed: int) -> None:
+        """Let a sequence run that the shards have in a row already, with blocks that the pool holds for it.
+
+        `num_computed` of its tokens have keys and values. Not beside states of recurrent layers.
+        """
+        assert self._checkpoints is None, "its state is not known"
+        self.shares.join(sequence.request.key)
+        sequence.blocks.extend(blocks)
+        sequence.num_computed = num_computed
+        sequence.was_started = True
+        sequence.has_drafts = not self._running.drafts_pay  # so that the shard is told
+        self._running.enter(sequence)
+        if self.policy.has_prefix_cache:
+            self._publish(sequence, 0, num_computed // self.blocks.block_size)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or cancelled, wherever it is; its blocks are free at once."""
@@ -301,8 +320,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[tuple[Sequence, Generation]]:
         """Take the result of the oldest step in flight into account; finished sequences leave.
 
-        Returns what to deliver, in plan order. Sequences that have left since the step was planned are skipped. The
-        result must not contradict the plan (`check_result`).
+        Returns what to deliver, by ascending ids: an order that another router can tell. Sequences that have left since
+        the step was planned are skipped. The result must not contradict the plan (`check_result`).
         """
         assert self._in_flight, "no step is in flight"
         assert plan is self._in_flight[0], "results come in the order of their plans"
@@ -352,6 +371,8 @@ class Scheduler:
             memories = dict(result.memories)
             for sequence, _ in delivered:
                 sequence.mirostat_mu = memories.get(sequence.id)
+        if self._running.is_disordered or plan.beams is not None:
+            delivered.sort(key=_id_of)
         return delivered
 
     def _commit_beams(self, step: BeamStep, by_id: Mapping[int, Generation]) -> list[tuple[Sequence, Generation]]:

@@ -4,17 +4,21 @@ The generations of a step are taken where the engine delivers them, without waki
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.proto.takeover.state import OutputStep
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.core.beam_group import BeamEnding
 from funitel.router.core.beam_texts import completions_of
+from funitel.router.core.journal import RequestJournal
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream, total_by_tier
 from funitel.router.serving.prepare import GenerationJob
@@ -68,24 +72,54 @@ class _Run:
     """Jobs while they run: `ended` is done once all have, or one has failed."""
 
     def __init__(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], take: Take) -> None:
-        """Listen to the streams from now on."""
+        """Listen to the streams from now on; raises what `take` does, where there is something of an earlier router."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.endings: dict[int, GeneratedText] = {}  # by place
         self._take = take
         self._journal = request_context.current().journal  # events come outside of the request's context
         self._num_jobs = len(jobs)
+        self._take_recorded(jobs, streams)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             receive = self._listener(place, job, stream)
-            if self._journal.knows(aborted := _aborted(job)):
-                receive = _aborted_again(job, stream, receive, self._journal.draw(aborted, lambda: 0))
+            if (end := self._abort_of(job)) is not None:
+                receive = _aborted_again(job, stream, receive, end)
             stream.listen(receive)
+
+    def _take_recorded(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> None:
+        """Take what an earlier router has got, in the order in which it was made; its latencies were observed there."""
+        recorded = [stream.take_recorded() for stream in streams]
+        now = time.monotonic()
+        for place, made in in_step_order(recorded):
+            job = jobs[place]
+            end = self._abort_of(job)
+            generation = made if end is None else _until_abort(job, end, made)
+            if generation is None:
+                continue
+            if job.latest_token is None:
+                self._note_cached(job, streams[place])
+            job.num_tokens += len(generation.tokens.ids)
+            job.latest_token = now
+            self._take(place, generation)
+            if generation.finished is not None:
+                self._finish(place, generation.finished)
+
+    def _abort_of(self, job: GenerationJob) -> int | None:
+        """After how many tokens an earlier router has aborted a sequence; None where it has not."""
+        return self._journal.draw(_aborted(job), lambda: 0) if self._journal.knows(_aborted(job)) else None
+
+    def _note_cached(self, job: GenerationJob, stream: TokenStream) -> None:
+        """Note the cached tokens of a prompt with the first token: a fact, which also says that there was one."""
+        job.num_cached_tokens, job.cached_by_tier = self._journal.draw(
+            _cached_fact(job.request),
+            lambda: (stream.num_cached_tokens, dict(stream.cached_by_tier)),
+        )
 
     def _listener(self, place: int, job: GenerationJob, stream: TokenStream) -> Listener:
         """Make what takes the events of one job: counts tokens, and observes their latency.
 
         A closure: with a thousand streams each object that a token touches has left the processor's caches.
         """
-        metrics, take, ended, journal = job.service.metrics, self._take, self.ended, self._journal
+        metrics, take, ended, note_cached = job.service.metrics, self._take, self.ended, self._note_cached
 
         def receive(event: Event, now: float) -> None:
             if ended.done():
@@ -98,14 +132,11 @@ class _Run:
                 job.num_tokens += num_tokens
                 job.latest_token = now
                 if not num_tokens:
-                    journal.draw(_aborted(job), lambda: job.num_tokens)
+                    self._journal.draw(_aborted(job), lambda: job.num_tokens)
                 elif latest is not None:
                     metrics.observe_next_token(now - latest, num_tokens)
                 else:
-                    job.num_cached_tokens, job.cached_by_tier = journal.draw(
-                        f"cached.{job.request.output_key}",
-                        lambda: (stream.num_cached_tokens, dict(stream.cached_by_tier)),
-                    )
+                    note_cached(job, stream)
                     metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
                 take(place, event)
             except Exception as error:  # fails this request alone: the engine goes on
@@ -127,23 +158,50 @@ def _aborted(job: GenerationJob) -> str:
     return f"aborted.{job.request.output_key}"
 
 
+def _until_abort(job: GenerationJob, end: int, generation: Generation) -> Generation | None:
+    """What is left of a generation of a sequence that an earlier router has aborted after `end` tokens."""
+    if job.num_tokens < end:
+        return generation
+    if generation.finished is None:
+        return None
+    ending = replace(generation.finished, text="", num_tokens=end, finish_reason=FinishReason.ABORT)
+    return Generation(generation.request_id, Tokens((), (), ()), finished=ending)
+
+
 def _aborted_again(job: GenerationJob, stream: TokenStream, receive: Listener, end: int) -> Listener:
     """Make what takes the events of a sequence that an earlier router has aborted after `end` tokens."""
     loop = asyncio.get_running_loop()
-    if not end:
+    if job.num_tokens >= end:
         loop.call_soon(stream.stop)
 
-    def receive_until_end(event: Event, now: float) -> None:
-        if isinstance(event, Generation) and job.num_tokens >= end:
-            if event.finished is None:
-                return
-            ending = replace(event.finished, text="", num_tokens=end, finish_reason=FinishReason.ABORT)
-            event = Generation(event.request_id, Tokens((), (), ()), finished=ending)
-        receive(event, now)
-        if job.num_tokens >= end:
-            loop.call_soon(stream.stop)
+    def receive_until_abort(event: Event, now: float) -> None:
+        left = _until_abort(job, end, event) if isinstance(event, Generation) else event
+        if left is not None:
+            receive(left, now)
+            if job.num_tokens >= end:
+                loop.call_soon(stream.stop)
 
-    return receive_until_end
+    return receive_until_abort
+
+
+def _cached_fact(request: Request) -> str:
+    return f"cached.{request.output_key}"
+
+
+def in_step_order(recorded: Sequence[Sequence[OutputStep]]) -> list[tuple[int, Generation]]:
+    """The generations of several streams in the order in which they were made, each with the place of its stream.
+
+    Those of one step come by ascending ids of their rows, as an engine delivers them. Those of one stream stay in
+    order, also where another replica has begun to count steps anew.
+    """
+    found = []
+    for place, steps in enumerate(recorded):
+        latest = 0, 0
+        for each in steps:
+            latest = max(latest, (each.step, each.generation.request_id))
+            found.append((latest, place, each.generation))
+    found.sort(key=lambda each: each[:2])
+    return [(place, generation) for _, place, generation in found]
 
 
 def _record(
@@ -178,12 +236,24 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
         journal.flush()  # what the prompts depend on, before shards keep outputs for them
         async with AsyncExitStack() as stack:
             for job in jobs:
-                if key := journal.output_key():
-                    job.request = replace(job.request, output_key=key)
+                job.request = _kept(job.request, journal)
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
             jobs[0].arrived.submitted.set()
-            with _listed(jobs[0], streams):
-                yield streams
+            try:
+                with _listed(jobs[0], streams):
+                    yield streams
+            finally:
+                if keys := [job.request.output_key for job in jobs if job.request.output_key]:
+                    journal.when_done(partial(jobs[0].service.engine.release_outputs, keys))
+
+
+def _kept(request: Request, journal: RequestJournal) -> Request:
+    """The request with the key of its outputs, and with what became of it under an earlier router."""
+    key = journal.output_key()
+    if not key:
+        return request
+    kept = replace(request, output_key=key, is_replayed=journal.is_replayed)
+    return replace(kept, was_begun=journal.knows(_cached_fact(kept))) if journal.is_replayed else kept
 
 
 def _listed(job: GenerationJob, streams: Sequence[TokenStream]) -> AbstractContextManager[None]:

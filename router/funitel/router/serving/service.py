@@ -5,7 +5,7 @@ Knows no HTTP. The engine is reached through the few names of `Inference`, so th
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ class Service:
         self.facts = ModelOrigin()
         self.drain = Drain(self.resume_paused)
         self.running = RunningRequests()
+        self._replayed: set[str] | None = None  # journals of requests that are replayed, once they are known
         self.adapters = AdapterRegistry(settings, (self.model_id, settings.tokenizer_name, DEFAULT_MODEL))
         self._stage = NO_MODEL if settings.no_model else "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
@@ -233,6 +234,8 @@ class Service:
                 await self.adapters.load_listed(engine, located)
                 self._audio = AudioService.create(settings, ModelFiles(folder), self._tokenizer.token_id)
                 self._engine = engine
+                if self._replayed is not None:
+                    engine.replays_begun(self._replayed)
                 words = str(self.recommended)
             undo.pop_all()
         logger.info(
@@ -246,6 +249,19 @@ class Service:
     def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
         self._stage = f"failed to start: {error.message}"
         on_failure(error)
+
+    def replays_begun(self, journals: Collection[str]) -> None:
+        """Requests of these journals are replayed from now on; nothing else of an earlier router is needed."""
+        self._replayed = set(journals)
+        if self._engine is not None:
+            self._engine.replays_begun(self._replayed)
+
+    def replay_ended(self, journal: str) -> None:
+        """A replayed request has ended; what it has not claimed is not needed."""
+        if self._replayed is not None:
+            self._replayed.discard(journal)
+        if self._engine is not None:
+            self._engine.replay_ended(journal)
 
     def resume_paused(self) -> None:
         """Let paused requests go on, which no client could resume while the server drains, and pause none any more."""

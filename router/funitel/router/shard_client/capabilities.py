@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import Capability, GrammarType, SamplingParams
+from funitel.proto.step import Capability, GrammarType, SamplingParams, ShardInfo
 from funitel.proto.strategy import OFF
 from funitel.router.core.request import Adapter, RequestMedia
 
@@ -53,3 +53,10 @@ def check_capabilities(sampling: SamplingParams, capabilities: frozenset[str]) -
     for param, needed, uses in _NEEDS:
         if uses(sampling) and needed not in capabilities:
             raise InvalidRequest(f"`{param}` is not supported by the shards of this server", param)
+
+
+def is_repeatable(info: ShardInfo) -> bool:
+    """Whether shards compute the same tokens of a request in any company: they do on a CPU, see docs/cpu.md."""
+    parts = info.layer_parts or ""
+    has_other_parts = any("=" in part and not part.partition("=")[2].startswith("cpu") for part in parts.split(","))
+    return info.device_type == "cpu" and not has_other_parts and info.attention_impl != "llama.cpp"

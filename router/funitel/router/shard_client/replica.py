@@ -23,6 +23,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.takeover.state import HeldBatch
 from funitel.router.scheduler.plan import StepPlan
 
 
@@ -159,6 +160,17 @@ class Replica:
         self._batches = []
         self._step_seq = 0
         await self.ranks.clear()
+
+    def go_on(self, last_step_seq: int, batches: Seq[HeldBatch]) -> None:
+        """Go on with batches that the ranks hold of an earlier router; the next call is numbered `last_step_seq` + 1.
+
+        To be called before any other call.
+        """
+        ids = [(batch.id, tuple([row.request_id for row in batch.rows])) for batch in batches]
+        self._batches = [CachedBatch(batch_id, request_ids) for batch_id, request_ids in ids if request_ids]
+        self._micro_batches = {batch.id: 0 for batch in batches}
+        self._next_batch_id = max((batch.id + 1 for batch in batches), default=0)
+        self._step_seq = last_step_seq
 
     def drop_all_but(self, keep: Container[int]) -> list[Awaitable[object]]:
         """Drop the rows of all sequences but `keep`; the returned calls only say whether that failed."""

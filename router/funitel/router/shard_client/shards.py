@@ -16,6 +16,7 @@ from funitel.proto.security.tls import MutualTls
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
+    Capability,
     EncoderInput,
     EncoderResult,
     EncoderTask,
@@ -30,6 +31,8 @@ from funitel.proto.step import (
     WarmupResult,
 )
 from funitel.proto.step_socket import Method
+from funitel.proto.takeover.state import SequenceOutputs
+from funitel.router.shard_client import takeover
 from funitel.router.shard_client.fencing import fence
 from funitel.router.shard_client.rank import STEP_TIMEOUT_SECONDS, Parse, ShardClient
 
@@ -84,10 +87,13 @@ class Shards:
         self.infos = tuple(infos)
 
     @classmethod
-    async def connect(cls, master_url: str, timeout_seconds: float = 0.0, tls: MutualTls | None = None) -> "Shards":
+    async def connect(
+        cls, master_url: str, timeout_seconds: float = 0.0, tls: MutualTls | None = None, *, keeps: bool = False
+    ) -> "Shards":
         """Find all ranks through rank 0, drop the batches of an earlier router, and ask for their facts.
 
-        It waits for shards that are still loading, with a log line every ten seconds.
+        It waits for shards that are still loading, with a log line every ten seconds. If it `keeps` the batches,
+        `take_over` or `clear` must be the next call.
 
         Raises:
             StartupError: they do not answer within `timeout_seconds`, or they do not speak this protocol.
@@ -96,7 +102,7 @@ class Shards:
         while True:
             tried = _socket_file(master_url)
             try:
-                return await cls._find(master_url, tls)
+                return await cls._find(master_url, tls, keeps=keeps)
             except ShardFailed as error:
                 waited = time.monotonic() - began
                 if waited >= timeout_seconds:
@@ -110,7 +116,7 @@ class Shards:
                 await asyncio.sleep(LOOK_SECONDS)
 
     @classmethod
-    async def _find(cls, master_url: str, tls: MutualTls | None) -> "Shards":
+    async def _find(cls, master_url: str, tls: MutualTls | None, *, keeps: bool) -> "Shards":
         """One attempt; ShardFailed when a rank does not answer."""
         # New channels for each attempt: a channel backs off after it has failed to connect.
         master = ShardClient(0, master_url, tls)
@@ -127,7 +133,8 @@ class Shards:
         bare = cls([ShardClient(rank, url, tls) for rank, url in enumerate(found.urls)], [])
         async with AsyncExitStack() as undo:
             undo.push_async_callback(bare.close)
-            await bare.clear()
+            if not keeps:
+                await bare.clear()
             infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse.FromString)
             shards = cls(bare.clients, [wire.decode_info(info) for info in infos])
             for client, info in zip(shards.clients, shards.infos, strict=True):
@@ -137,11 +144,36 @@ class Shards:
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool; return every rank's result."""
-        batch = wire.encode_batch(0, sequences, self._block_size)
-        request = wire.encode_warmup(batch, limits)
+        request = self._warmup_request(sequences, limits)
         responses = await self._fan_out("Warmup", request, pb.WarmupResponse.FromString)
         # A disk tier may have a million blocks of an earlier run: streams of other replicas go on meanwhile.
         return [await asyncio.to_thread(wire.decode_warmup_result, response) for response in responses]
+
+    def _warmup_request(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> pb.WarmupRequest:
+        return wire.encode_warmup(wire.encode_batch(0, sequences, self._block_size), limits)
+
+    async def take_over(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> "takeover.TakenOver | None":
+        """Take over what ranks hold of an earlier router that has warmed up in the same way.
+
+        None if that cannot be: `clear` must come next, then `warmup`.
+        """
+        if not takeover.takes_over(self.infos):
+            return None
+        return await takeover.take_over(self.clients, self._warmup_request(sequences, limits))
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether all ranks keep the outputs of sequences with a key."""
+        return all(Capability.OUTPUTS in info.capabilities for info in self.infos)
+
+    async def outputs(self) -> list[SequenceOutputs]:
+        """All outputs that are kept: what each rank has described."""
+        return await takeover.outputs_of(self.clients, self.infos[0].vocab_size) if self.keeps_outputs else []
+
+    async def release_outputs(self, keys: Sequence[str]) -> None:
+        """Let all ranks forget outputs, beside the steps."""
+        if self.keeps_outputs:
+            await takeover.release_outputs(self.clients, keys)
 
     async def health(self) -> list[ShardMemory]:
         """Return the memory that each rank holds; raise ShardFailed unless every rank answers."""

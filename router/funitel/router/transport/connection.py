@@ -22,7 +22,7 @@ from funitel.router.settings import MEDIA_PAYLOAD_LIMIT, RouterSettings
 from funitel.router.transport.connection_limits import Connections
 from funitel.router.transport.framing import BodyTooLarge, Framing, LimitExceeded, malformed
 from funitel.router.transport.kept_answer import JOURNAL, WHOLE
-from funitel.router.transport.kept_connection import KeptConnection
+from funitel.router.transport.kept_connection import KeptConnection, LeftInput
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE
 from funitel.router.transport.request_head import body_length, check_version, origin_target
 
@@ -63,7 +63,8 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._kept = kept
         self._on_lost = on_lost
-        self._raw: list[bytes] = []  # of the newest request, where it may be kept
+        self._raw: list[bytes] | None = []  # of the newest request; None if it is too large to be kept
+        self._num_raw = 0  # bytes of it
         self._has_lost_input = False
         self._renew_parser()
         self._connections = connections
@@ -93,6 +94,9 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         if self._connections.enter(self):
             self._watch()
+            if self._kept is not None and self._kept.left is not None:
+                left, self._kept.left = self._kept.left, None
+                self._take_over(left)  # here: no data is received before
         else:
             limit = self._connections.limit
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{limit} connections are open, at most {limit}", "overloaded")
@@ -116,6 +120,8 @@ class HttpConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Remember which request is being answered: uvicorn knows the newest, which may wait behind it."""
         self._answered = cycle
+        if self._kept is not None:
+            self._kept.begin(cast(dict[str, Any], cycle.scope)[NUMBER])
         super()._start_asgi_task(cycle, app)
 
     def _tell_of_leaving(self) -> None:
@@ -132,7 +138,7 @@ class HttpConnection(HttpToolsProtocol):
         try:
             for piece in self._framing.pieces(data):
                 if self._kept is not None:
-                    self._raw.append(piece)
+                    self._keep_raw(piece)
                     self._kept.num_input += len(piece)
                 self._parse(piece)
         except httptools.HttpParserError as error:
@@ -174,11 +180,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to read a request."""
         super().on_message_begin()
-        scope = cast(dict[str, Any], self.scope)
-        scope[CLIENT] = self
+        cast(dict[str, Any], self.scope)[CLIENT] = self
         self._num_requests += 1
-        if self._kept is not None:
-            scope[NUMBER] = self._kept.num_before + self._num_requests
         self._num_header_lines = 0
         self._is_in_header = True
 
@@ -206,6 +209,9 @@ class HttpConnection(HttpToolsProtocol):
         check_version(version)
         num_bytes = body_length(version, self.headers)
         self.url = origin_target(self.parser.get_method(), self.url, version, self.headers)
+        if self._kept is not None:
+            self._kept.num_requests += 1
+            cast(dict[str, Any], self.scope)[NUMBER] = self._kept.num_requests
         super().on_headers_complete()
         cast(dict[str, Any], self.scope)["http_version"] = "1.0" if version == "1.0" else "1.1"
         self._framing.begin_body(num_bytes)
@@ -217,8 +223,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._is_whole = True
         if self._kept is not None:
-            cast(dict[str, Any], self.scope)[WHOLE] = b"".join(self._raw), self._kept.num_input
-            self._raw.clear()
+            self._end_raw(self._kept)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -226,8 +231,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._kept is not None and self._answered is not None:
             scope = cast(dict[str, Any], self._answered.scope)
             scope.pop(WHOLE, None)
-            if NUMBER in scope:
-                self._kept.complete(scope[NUMBER], scope.get(JOURNAL))
+            self._kept.complete(scope[NUMBER], scope.get(JOURNAL), closes=self.transport.is_closing())
         super().on_response_complete()
         if self._has_lost_input and not self.pipeline and self.cycle.response_complete:
             self._refuse_lost()
@@ -346,52 +350,89 @@ class HttpConnection(HttpToolsProtocol):
     def keep(self, scope: Scope) -> RequestJournal:
         """Put the request of a scope into the journal; it must be whole."""
         assert self._kept is not None, "only kept connections have a journal"
-        raw, input_end = scope.pop(WHOLE)
-        return self._kept.keep(scope[NUMBER], raw, input_end)
+        return self._kept.keep(scope[NUMBER], scope.pop(WHOLE))
 
-    def begin_unkept(self, scope: Scope) -> None:
-        """Note that the answer of a request begins that is not in the journal."""
+    def begin_unkept(self, scope: Scope) -> bool:
+        """Note that the answer of a request begins that is not in the journal; False if it may not."""
         assert self._kept is not None, "only kept connections have a journal"
-        _, input_end = scope.get(WHOLE, (b"", self._kept.num_input))
-        self._kept.begin_unkept(scope[NUMBER], input_end)
+        return self._kept.begin_unkept(scope[NUMBER])
 
     def facts_of(self, scope: Scope) -> dict[str, Any]:
         """The facts that an earlier router has left of the request of a scope."""
         assert self._kept is not None, "only kept connections have a journal"
         return self._kept.facts_of(scope[NUMBER])
 
+    def note_interim(self, num_bytes: int) -> None:
+        """Note that so many bytes follow which belong to no answer."""
+        assert self._kept is not None, "only kept connections have a journal"
+        self._kept.note_interim(num_bytes)
+
+    def _keep_raw(self, piece: bytes) -> None:
+        """Keep bytes of the newest request until it is whole."""
+        if self._raw is None:
+            return
+        self._raw.append(piece)
+        self._num_raw += len(piece)
+        self.keep_body(len(piece))
+        if self._num_raw > self._settings.max_header_bytes + (self._settings.payload_limit or MEDIA_PAYLOAD_LIMIT):
+            self.keep_body(-self._num_raw)
+            self._raw, self._num_raw = None, 0
+
+    def _end_raw(self, kept: KeptConnection) -> None:
+        """Note that a request is whole; one that waits for others is put into the journal at once."""
+        raw, scope = self._raw, cast(dict[str, Any], self.scope)
+        self.keep_body(-self._num_raw)
+        self._raw, self._num_raw = [], 0
+        kept.end_input(scope[NUMBER])
+        if raw is None or self.cycle.response_complete:
+            return
+        scope[WHOLE] = b"".join(raw)
+        if self.cycle is not self._answered:
+            kept.wait(scope[NUMBER], scope[WHOLE])
+
     @property
     def has_unkept(self) -> bool:
         """Whether a request that is not in the journal is whole and not answered yet."""
+        if self._kept is None:
+            return False
         cycles = [each for each, _ in self.pipeline]
         if self._answered is not None and not self._answered.response_complete:
             cycles.append(self._answered)
-        return any(JOURNAL not in cast(dict[str, Any], cycle.scope) and not cycle.more_body for cycle in cycles)
+        scopes = (cast(dict[str, Any], cycle.scope) for cycle in cycles if not cycle.more_body)
+        waits = any(JOURNAL not in each and not self._kept.is_waiting(each[NUMBER]) for each in scopes)
+        return waits or self._kept.has_unkept_bytes
 
-    def take_over(self, requests: bytes, partial: bytes, *, has_lost: bool) -> None:
-        """Answer the requests that an earlier router has left, then go on.
-
-        `partial` is the beginning of a request that was not whole. `has_lost`: more was read than the journal has; it
-        gets an error, and the connection ends.
-        """
-        self.data_received(requests)
-        if has_lost:
+    def _take_over(self, left: LeftInput) -> None:
+        """Answer the requests that an earlier router has left, then go on; one that is lost ends the connection."""
+        self.data_received(left.requests)
+        if left.has_lost:
             self._has_lost_input = self._is_deaf = True
-            if not requests:
+            if not left.requests:
                 self._refuse_lost()
-        elif partial:
-            self.data_received(partial)
+                self._watch()
+        elif left.partial:
+            self.data_received(left.partial)
+        self.loop.call_soon(self._stay_paused)
+
+    def _stay_paused(self) -> None:
+        """Pause reading where that was asked for before it began."""
+        if self.flow.read_paused and not self.transport.is_closing():
+            self.transport.pause_reading()
 
     def _refuse_lost(self) -> None:
+        """Answer what is not in the journal with an error."""
+        self._has_lost_input = False
+        if self.transport.is_closing():
+            return
         message = "the router was restarted while this request came in"
         self._answer(HTTPStatus.SERVICE_UNAVAILABLE, message, "overloaded")
         self._is_leaving = True
-        self.transport.close()
+        self.transport.write_eof()
 
     def hand_over(self) -> None:
         """Read nothing more, and hand over the beginning of a request that is not whole."""
         self._is_deaf = True
-        if self._kept is not None and not self.transport.is_closing():
+        if self._kept is not None and self._raw and not self.transport.is_closing():
             self._kept.hand_over(b"".join(self._raw))
 
     # Memory ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import logging
 from base64 import b64decode, b64encode
 from typing import Any, Protocol, cast
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 JOURNAL = "funitel.journal"  # in a scope: the journal of the request
 WHOLE = "funitel.whole"  # in a scope: the bytes of the request, once it is whole
 
+INTERIM_BYTES = len(b"HTTP/1.1 100 Continue\r\n\r\n")  # as uvicorn writes it
 MAX_ANSWER_BYTES = 16 << 20  # of a whole answer in the journal; a longer one is rendered again
 
 
@@ -28,8 +30,11 @@ class KeepingClient(Protocol):
     def keep(self, scope: Scope) -> RequestJournal:
         """Put the request of a scope into the journal."""
 
-    def begin_unkept(self, scope: Scope) -> None:
-        """Note that the answer of a request begins that is not in the journal."""
+    def begin_unkept(self, scope: Scope) -> bool:
+        """Note that the answer of a request begins that is not in the journal; False if it may not."""
+
+    def note_interim(self, num_bytes: int) -> None:
+        """Note that so many bytes follow which belong to no answer."""
 
     def facts_of(self, scope: Scope) -> dict[str, Any]:
         """The facts that an earlier router has left of the request of a scope."""
@@ -65,6 +70,23 @@ def stored_answer(scope: Scope) -> list[Message]:
     return [start, {"type": "http.response.body", "body": b64decode(body), "more_body": False}]
 
 
+def kept_receive(client: KeepingClient, receive: Receive) -> Receive:
+    """Return a `receive` that notes the bytes of `100 Continue`; where a body is whole already there are none."""
+    cycle = getattr(receive, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle) or not cycle.waiting_for_100_continue:
+        return receive
+    if not cycle.more_body:
+        cycle.waiting_for_100_continue = False
+        return receive
+
+    async def receive_noted() -> Message:
+        if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
+            client.note_interim(INTERIM_BYTES)
+        return await receive()
+
+    return receive_noted
+
+
 def kept_send(scope: Scope, client: KeepingClient, send: Send) -> Send:
     """Return a `send` that notes what an answer begins with before it is written."""
     held: list[Message] = []  # the start of a whole answer, until its body comes
@@ -73,22 +95,23 @@ def kept_send(scope: Scope, client: KeepingClient, send: Send) -> Send:
         journal = cast(AnswerJournal | None, scope.get(JOURNAL))
         if message["type"] == "http.response.start":
             if journal is None:
-                client.begin_unkept(scope)
+                _check(client, client.begin_unkept(scope))
             elif any(name.lower() == b"content-length" for name, _ in message["headers"]):
                 held.append(message)
                 return
             else:
                 message = _head(journal, client, message)
-                journal.begin_answer()
+                _check(client, journal.begin_answer())
         elif held:
             start = held.pop()
             assert journal is not None, "starts are held of requests in the journal"
-            if not message.get("more_body", False) and len(message.get("body", b"")) <= MAX_ANSWER_BYTES:
+            is_small = len(message.get("body", b"")) <= MAX_ANSWER_BYTES
+            if not message.get("more_body", False) and is_small and not journal.knows(HEAD):
                 body = b64encode(message.get("body", b"")).decode()
                 journal.draw(ANSWER, lambda: [start["status"], _shown(start["headers"]), body])
             else:
                 start = _head(journal, client, start)
-            journal.begin_answer()
+            _check(client, journal.begin_answer())
             await send(start)
         await send(message)
 
@@ -97,11 +120,21 @@ def kept_send(scope: Scope, client: KeepingClient, send: Send) -> Send:
 
 def _head(journal: AnswerJournal, client: KeepingClient, start: Message) -> Message:
     """The start of an answer with the headers that were noted first."""
-    status, headers = journal.draw(HEAD, lambda: [start["status"], _shown(start["headers"])])
-    if status != start["status"]:
-        logger.error("an answer that was taken over has status %d now: its connection is ended", start["status"])
-        client.disconnect("takeover")
+    given = _shown(start["headers"])
+    status, headers = journal.draw(HEAD, lambda: [start["status"], given])
+    _check(client, status == start["status"] and _length(headers) == _length(given))
     return {**start, "status": status, "headers": _raw(headers)}
+
+
+def _check(client: KeepingClient, is_same: bool) -> None:
+    """End a connection on which an answer goes on otherwise than it began."""
+    if not is_same:
+        logger.error("an answer that was taken over has become another one: its connection is ended")
+        client.disconnect("takeover")
+
+
+def _length(headers: list[list[str]]) -> str | None:
+    return next((value for name, value in headers if name.lower() == "content-length"), None)
 
 
 def _shown(headers: Any) -> list[list[str]]:

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.05  # between two looks whether the bytes of an answer were given to the kernel
 START, INPUT_END, ANSWER, HEAD, UNKEPT_ANSWER = "start", "input_end", "answer", "head", "unkept"
+BEGUN = "begun"  # a fact of a request that had to wait for its turn
 
 
 class Keeping(Protocol):
@@ -59,6 +60,14 @@ NOTHING = Settled()
 _SETTLED = struct.Struct("<3Q")
 
 
+class LeftInput(NamedTuple):
+    """What an earlier router has read of a connection, and not answered to the end."""
+
+    requests: bytes = b""  # those in the journal
+    partial: bytes = b""  # the beginning of the next one, which was not whole
+    has_lost: bool = False  # it had read more
+
+
 class KeptTransport:
     """A transport that counts what is written, and drops its first `skip` bytes: the client has got them."""
 
@@ -90,17 +99,26 @@ class AnswerJournal(KeptJournal):
         key: str,
         known: dict[str, Any],
         put: Callable[[dict[str, Any]], None],
-        written: Callable[[], int],
+        transport: KeptTransport,
         *,
         is_replayed: bool,
     ) -> None:
         super().__init__(key, known, put, is_replayed=is_replayed)
-        self._written = written
+        self._transport = transport
 
-    def begin_answer(self) -> None:
-        """Note where the answer begins; to be called before its first byte is written."""
-        self.draw(START, self._written)
+    @property
+    def is_behind(self) -> bool:
+        """See RequestJournal."""
+        return self._transport.skip > 0
+
+    def begin_answer(self) -> bool:
+        """Note where the answer begins; to be called before its first byte is written.
+
+        False if it began elsewhere in an earlier router: the answer before it has become another one.
+        """
+        start = self.draw(START, lambda: self._transport.written)
         self.flush()
+        return start == self._transport.written
 
 
 class KeptConnection:
@@ -110,9 +128,10 @@ class KeptConnection:
         keeper: gets what is noted.
         id: of the connection.
         known: facts of requests that an earlier router has left, by their numbers.
-        settled: how far the connection is.
+        settled: how far the connection is; behind the last request before these.
         start: bytes of all answers up to the first of these.
         skip: bytes of theirs that the client has got.
+        left: the input to go on with.
     """
 
     def __init__(
@@ -123,16 +142,24 @@ class KeptConnection:
         settled: Settled = NOTHING,
         start: int = 0,
         skip: int = 0,
+        left: LeftInput | None = None,
     ) -> None:
         self.id = id
-        self.num_before = settled.number  # requests
+        self.left = left
+        self.num_requests = settled.number  # so far
         self.num_input = settled.input_end  # bytes of requests that were parsed
         self._keeper = keeper
         self._known = known or {}
         self._begin = start, skip
         self._transport: KeptTransport | None = None
-        self._input_ends: dict[int, int] = {}  # of requests in the journal, by their numbers
+        self._waiting = set(self._known)  # requests in the journal that wait for their turn
+        self._begun: set[int] = set()  # those that do so no longer, and were not kept yet
+        self._input_ends: dict[int, int] = {}  # of requests that are whole and not answered, by their numbers
+        self._last = settled  # once all that is undone is done
         self._undone: list[tuple[Settled, AnswerJournal | None]] = []  # of answers that were written to the transport
+        self._closing: AnswerJournal | None = None  # the journal of the answer that ends the connection
+        self._newest: AnswerJournal | None = None  # of the request that is answered
+        self._is_looking = False
 
     def around(self, inner: asyncio.Transport) -> KeptTransport:
         """The transport to write to."""
@@ -143,43 +170,109 @@ class KeptConnection:
         """The facts that an earlier router has left of a request."""
         return self._known.get(number, {})
 
-    def keep(self, number: int, raw: bytes, input_end: int) -> AnswerJournal:
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def end_input(self, number: int) -> None:
+        """Note that the input up to now ends with this request."""
+        if number <= self._last.number:  # answered before it was whole
+            self._settle_later(self._last._replace(input_end=self.num_input))
+        else:
+            self._input_ends[number] = self.num_input
+
+    def wait(self, number: int, raw: bytes) -> None:
+        """Put a request into the journal that is whole and waits for its turn: nothing depends on it yet."""
+        if number not in self._known:
+            self._waiting.add(number)
+            self._put(number, raw, {INPUT_END: self._input_ends[number]})
+
+    def begin(self, number: int) -> None:
+        """Note that the turn of a request has come: what it does may not be done twice, unless it is kept."""
+        if number in self._waiting and KEY not in self.facts_of(number):
+            self._waiting.discard(number)
+            self._begun.add(number)
+            self._keeper.put_facts(self.id, number, {BEGUN: True})
+
+    def is_waiting(self, number: int) -> bool:
+        """Whether a request in the journal waits for its turn."""
+        return number in self._waiting
+
+    def keep(self, number: int, raw: bytes) -> AnswerJournal:
         """Put a request into the journal; or find it there."""
-        self._input_ends[number] = input_end
-        known = self._known.pop(number, None)
-        if known is not None and KEY in known:
-            return AnswerJournal(known[KEY], known, self._putting(number), self._written, is_replayed=True)
+        assert self._transport is not None, "there is a transport while a request is answered"
+        known = self._known.pop(number, {})
+        self._waiting.discard(number)
+        if KEY in known:
+            self._newest = AnswerJournal(known[KEY], known, self._putting(number), self._transport, is_replayed=True)
+            return self._newest
         key = secrets.token_hex(12)
-        facts: dict[str, Any] = {KEY: key, INPUT_END: input_end}
+        facts = {KEY: key, INPUT_END: self._input_ends.get(number, self.num_input)}
+        if number in self._begun:
+            self._begun.discard(number)
+            self._keeper.put_facts(self.id, number, facts)
+        else:
+            self._put(number, raw, facts)
+        self._newest = AnswerJournal(key, facts, self._putting(number), self._transport, is_replayed=False)
+        return self._newest
+
+    def begin_unkept(self, number: int) -> bool:
+        """Note that the answer of a request begins that is not in the journal.
+
+        False if its client has bytes of another answer to it.
+        """
+        assert self._transport is not None, "there is a transport while a request is answered"
+        self._known.pop(number, None)
+        self._waiting.discard(number)
+        self._begun.discard(number)
+        end = self._input_ends.get(number, self.num_input)
+        self._put(number, b"", {UNKEPT_ANSWER: True, START: self._transport.written, INPUT_END: end})
+        return self._transport.skip == 0
+
+    def _put(self, number: int, raw: bytes, facts: dict[str, Any]) -> None:
         self._keeper.put_request(self.id, number, raw)
         self._keeper.put_facts(self.id, number, facts)
-        return AnswerJournal(key, facts, self._putting(number), self._written, is_replayed=False)
-
-    def begin_unkept(self, number: int, input_end: int) -> None:
-        """Note that the answer of a request begins that is not in the journal."""
-        self._input_ends[number] = input_end
-        self._keeper.put_request(self.id, number, b"")
-        self._keeper.put_facts(self.id, number, {UNKEPT_ANSWER: True, START: self._written(), INPUT_END: input_end})
 
     def _putting(self, number: int) -> Callable[[dict[str, Any]], None]:
         return lambda facts: self._keeper.put_facts(self.id, number, facts)
 
-    def _written(self) -> int:
-        assert self._transport is not None, "there is a transport while a request is answered"
-        return self._transport.written
+    # Answers ---------------------------------------------------------------------------------------------------------
 
-    def complete(self, number: int, journal: AnswerJournal | None) -> None:
-        """Note that the whole answer of a request was written to the transport."""
-        if self._transport is not None and self._transport.skip and not self._known:
-            logger.error("an answer that was taken over is shorter than what its client has: the connection is ended")
-            self._transport.abort()
+    def note_interim(self, num_bytes: int) -> None:
+        """Note that so many bytes follow which belong to no answer: `100 Continue`."""
+        if self._transport is not None:
+            self._settle_later(self._last._replace(written=self._transport.written + num_bytes))
+
+    def complete(self, number: int, journal: AnswerJournal | None, *, closes: bool) -> None:
+        """Note that the whole answer of a request was written to the transport.
+
+        One that ends the connection is done when the connection has ended: else another router would leave it open.
+        """
+        transport = self._transport
+        if transport is None:
             return
-        input_end = self._input_ends.pop(number, self.num_input)
-        self._undone.append((Settled(number, input_end, self._written()), journal))
-        self._settle()
+        if transport.skip and not self._known:
+            logger.error("an answer that was taken over is shorter than what its client has: the connection is ended")
+            transport.abort()
+        elif closes:
+            self._closing = journal
+        else:
+            input_end = self._input_ends.pop(number, self.num_input)
+            self._settle_later(Settled(number, input_end, transport.written), journal)
+
+    @property
+    def has_unkept_bytes(self) -> bool:
+        """Whether bytes of an answer that is not in the journal wait for the kernel."""
+        return any(journal is None for _, journal in self._undone)
+
+    def _settle_later(self, settled: Settled, journal: AnswerJournal | None = None) -> None:
+        self._last = settled
+        self._undone.append((settled, journal))
+        if not self._is_looking:
+            self._is_looking = True
+            asyncio.get_running_loop().call_soon(self._settle)
 
     def _settle(self) -> None:
         """Forget requests with answers that the kernel has got."""
+        self._is_looking = False
         transport = self._transport
         if transport is None:
             return
@@ -190,7 +283,10 @@ class KeptConnection:
             if journal is not None:
                 journal.done()
         if self._undone:
+            self._is_looking = True
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._settle)
+
+    # The end ---------------------------------------------------------------------------------------------------------
 
     def hand_over(self, partial: bytes) -> None:
         """Hand over the input of a request that is not whole, before this router ends."""
@@ -200,7 +296,7 @@ class KeptConnection:
     def release(self) -> None:
         """The connection has ended."""
         self._transport = None
-        for _, journal in self._undone:
+        for journal in (*(journal for _, journal in self._undone), self._newest, self._closing):
             if journal is not None:
                 journal.done()
         self._undone.clear()

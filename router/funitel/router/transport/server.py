@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 from types import FrameType
@@ -58,6 +58,9 @@ class Served(Protocol):
     @property
     def is_started(self) -> bool:
         """Whether the shards are ready."""
+
+    def replays_begun(self, journals: Collection[str]) -> None:
+        """Requests of these journals, of an earlier router, are answered anew from now on."""
 
     def fail_all(self, error: FunitelError) -> None:
         """End every request that runs or waits; clients get the error."""
@@ -144,7 +147,10 @@ class Server(uvicorn.Server):
                 )
             )
         if self._takeover is not None:
-            await self._takeover.begin(config, self.server_state, self.lifespan.state, handshake_seconds)
+            if await self.on_tick(0):  # it makes the header `date`, of answers that go on too
+                return
+            journals = await self._takeover.begin(config, self.server_state, self.lifespan.state, handshake_seconds)
+            self._service.replays_begun(journals)
         if self._ready_fd is not None:
             self._telling = asyncio.create_task(self._tell_once_started(self._ready_fd))
 

@@ -18,7 +18,7 @@ from funitel.router.core import request_context
 from funitel.router.core.journal import UNKEPT, RequestJournal
 from funitel.router.transport.kept_answer import JOURNAL
 from funitel.router.transport.kept_connection import HEAD
-from funitel.router.transport.memory_budget import CLIENT
+from funitel.router.transport.memory_budget import CLIENT, Client
 from funitel.router.transport.sse_frames import Event, frame
 from funitel.router.transport.stream_writer import DIRECT, StreamWriter
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 Put = Callable[[Event], None]  # sends an event, now or once the client reads again
 Producer = Callable[[Put], Awaitable[None]]
 
-FAILURE = "failure"  # of the journal: events before the error that ends a stream, and the frame of that
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
+FAILED = "failed"  # a fact of a journal: events before the error that ends a stream, and the frame of that
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -127,7 +127,7 @@ class EventStream(Response):
         direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
         writer = StreamWriter(send, direct, self.raw_headers, client, self._frame, journal)
         try:
-            await run_until_disconnect(receive, self._run(writer, journal))
+            await run_until_disconnect(receive, self._run(writer, journal, client))
         except Cancelled as error:
             if not writer.is_ended:  # else the server ends the connection, which looks the same
                 request_context.current().error = error
@@ -135,16 +135,18 @@ class EventStream(Response):
         finally:
             writer.abandon()
 
-    async def _run(self, writer: StreamWriter, journal: RequestJournal) -> None:
+    async def _run(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
+        if journal.knows(HEAD):  # an error cannot become an ordinary answer any more
+            writer.flush()
         keep_alive = asyncio.ensure_future(writer.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
-            await self._produce(writer, journal)
+            await self._produce(writer, journal, client)
             await writer.end(DONE if self._done else b"")
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, writer: StreamWriter, journal: RequestJournal) -> None:
-        has_failed = journal.knows(FAILURE)
+    async def _produce(self, writer: StreamWriter, journal: RequestJournal, client: Client | None) -> None:
+        has_failed = journal.knows(FAILED)
         try:
             await self._producer(partial(_write_until_failure, writer, journal) if has_failed else writer.write)
             if has_failed:
@@ -152,24 +154,33 @@ class EventStream(Response):
         except FunitelError as error:
             if not writer.is_started and not journal.knows(HEAD):
                 raise
-            self._fail(writer, error, journal)
+            self._fail(writer, error, journal, client)
         except Exception:
             if not writer.is_started and not journal.knows(HEAD):
                 raise
             logger.exception("a stream failed")
-            self._fail(writer, FunitelError("internal error"), journal)
+            self._fail(writer, FunitelError("internal error"), journal, client)
 
-    def _fail(self, writer: StreamWriter, error: FunitelError, journal: RequestJournal) -> None:
-        """End a stream that has begun with an error: the one that an earlier router has ended it with, if one has."""
+    def _fail(self, writer: StreamWriter, error: FunitelError, journal: RequestJournal, client: Client | None) -> None:
+        """End a stream that has begun with an error: the one that an earlier router has ended it with, if one has.
+
+        Where its client has other bytes already, the connection ends.
+        """
         request_context.current().error = error
-        frame = self._frame(self._error_event(error)).decode()
-        _, frame = journal.draw(FAILURE, lambda: (writer.num_events, frame))
-        writer.write(frame.encode())
+        written = self._frame(self._error_event(error)).decode()
+        if not journal.knows(FAILED):
+            writer.flush()
+            if journal.is_behind and client is not None:
+                logger.error("a stream that was taken over fails before the place that it had reached: %s", error)
+                client.disconnect("takeover")
+                return
+        _, written = journal.draw(FAILED, lambda: (writer.num_events, written))
+        writer.write(written.encode())
 
 
 def _write_until_failure(writer: StreamWriter, journal: RequestJournal, event: Event) -> None:
     """Write an event unless an earlier router has ended the stream with an error before it."""
-    num_events, _ = journal.draw(FAILURE, lambda: (0, ""))
+    num_events, _ = journal.draw(FAILED, lambda: (0, ""))
     if writer.num_events >= num_events:
         raise _FailedEarlier("this stream has failed")
     writer.write(event)

@@ -12,7 +12,7 @@ streams, since neither stays in the processor's caches. What a step gives to one
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from funitel.router.core.journal import EARLIER, UNKEPT, RequestJournal
-from funitel.router.transport.kept_answer import client_of, kept_send, stored_answer
+from funitel.router.transport.kept_answer import client_of, kept_receive, kept_send, stored_answer
 from funitel.router.transport.memory_budget import Client
 from funitel.router.transport.sse_frames import Event, frame
 
@@ -45,7 +45,7 @@ class DirectSend:
         client = client_of(scope)
         if client is not None:
             scope[EARLIER] = client.facts_of(scope)
-            send = kept_send(scope, client, send)
+            send, receive = kept_send(scope, client, send), kept_receive(client, receive)
             if stored := stored_answer(scope):
                 for message in stored:
                     await send(message)
@@ -144,10 +144,10 @@ class StreamWriter:
             Exception: an earlier write could not be sent.
         """
         data = event if isinstance(event, bytes) else self._frame(event)
-        if self._journal.is_replayed and self._repeated:
-            self._repeat_again()
         self._num_events += 1
         self._put(data)
+        if self._journal.is_replayed:
+            self._repeat_again()
 
     def _put(self, data: bytes) -> None:
         if not self.is_started:
@@ -164,16 +164,18 @@ class StreamWriter:
 
     async def end(self, data: bytes) -> None:
         """Send the end of the body, after all that waits."""
-        if self._journal.is_replayed and self._repeated:
-            self._repeat_again()
-        if not self.is_started:
-            self._start()
-        self._flush()
+        self.flush()
         if self._draining is not None:
             await self._draining
         self._journal.flush()
         await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
         self.is_ended = True
+
+    def flush(self) -> None:
+        """Send the start of the answer, and what waits, at once; a slow reader gets it later."""
+        if not self.is_started:
+            self._start()
+        self._flush()
 
     def abandon(self) -> None:
         """Discard what waits, and send nothing more."""
@@ -182,27 +184,37 @@ class StreamWriter:
         if self._draining is not None:
             self._draining.cancel()
 
-    async def repeat(self, data: bytes, seconds: float) -> None:
-        """Send `data` whenever `seconds` pass without an event, unless the client is a slow reader."""
+    def repeat(self, data: bytes, seconds: float) -> Coroutine[Any, Any, None]:
+        """Return what sends `data` whenever `seconds` pass without an event, unless the client is a slow reader.
+
+        What an earlier router has repeated is sent again at its places, and nothing more before all of that.
+        """
         self._repeated = data
+        if self._journal.is_replayed:
+            self._repeat_again()
+        return self._repeat(seconds)
+
+    async def _repeat(self, seconds: float) -> None:
         while True:
             idle = time.monotonic() - self._last_sent
             if idle < seconds:
                 await asyncio.sleep(seconds - idle)
-            elif self._draining is not None:
+            elif self._draining is not None or self._journal.is_behind or self._journal.knows(self._place):
                 await asyncio.sleep(seconds)
             else:
-                place = f"{REPEAT}{self._num_repeats}"
-                if self._journal.draw(place, lambda: self._num_events) == self._num_events:
-                    self._num_repeats += 1
-                    self._put(data)
-                else:  # an earlier router has put it behind an event that is still to come
-                    self._last_sent = time.monotonic()
+                self._journal.draw(self._place, lambda: self._num_events)
+                self._num_repeats += 1
+                self._put(self._repeated)
+
+    @property
+    def _place(self) -> str:
+        """The fact that says behind how many events the next repetition lies."""
+        return f"{REPEAT}{self._num_repeats}"
 
     def _repeat_again(self) -> None:
-        """Add what an earlier router has repeated before the next event."""
-        while self._journal.knows(place := f"{REPEAT}{self._num_repeats}"):
-            if self._journal.draw(place, lambda: self._num_events) != self._num_events:
+        """Add what an earlier router has repeated behind the last event."""
+        while self._journal.knows(self._place):
+            if self._journal.draw(self._place, lambda: self._num_events) != self._num_events:
                 return
             self._num_repeats += 1
             self._put(self._repeated)

@@ -18,9 +18,18 @@ from uvicorn.server import ServerState
 
 from funitel.proto.keeper.kernel import bytes_read, bytes_written
 from funitel.proto.keeper.messages import JournalledRequest
+from funitel.router.core.journal import KEY
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.keeper_link import KeeperLink, KeptSocket
-from funitel.router.transport.kept_connection import INPUT_END, START, UNKEPT_ANSWER, KeptConnection
+from funitel.router.transport.kept_connection import (
+    BEGUN,
+    INPUT_END,
+    START,
+    UNKEPT_ANSWER,
+    Keeping,
+    KeptConnection,
+    LeftInput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +56,6 @@ class Takeover:
         self._left: list[KeptSocket] = []  # connections of an earlier router
         self._connect: Callable[..., Any] = lambda **_: None
         self._tls: dict[str, Any] = {}
-        self._open: set[HttpConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connect(self) -> None:
@@ -65,14 +73,15 @@ class Takeover:
 
     async def begin(
         self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], handshake_seconds: float | None
-    ) -> None:
-        """Answer what an earlier router has left, and take new connections."""
+    ) -> list[str]:
+        """Answer what an earlier router has left, and take new connections; returns the journals of its requests."""
         self._connect = partial(
             cast(Any, config.http_protocol_class), config=config, server_state=state, app_state=app_state
         )
         self._tls = {} if config.ssl is None else {"ssl": config.ssl, "ssl_handshake_timeout": handshake_seconds}
         left, self._left = self._left, []
         num_requests = 0
+        journals = [request.facts[KEY] for kept in left for request in kept.requests if KEY in request.facts]
         for kept in left:
             num_requests += await self._take_over(kept)
         if left:
@@ -81,6 +90,7 @@ class Takeover:
         self._link.on_yield = lambda: self._start(self._hand_over())
         self._link.watch(asyncio.get_running_loop())
         self._link.ready()
+        return journals
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -91,36 +101,30 @@ class Takeover:
         """Serve a new connection."""
         self._start(self._serve(kept, KeptConnection(self._link, kept.id)))
 
-    async def _serve(self, kept: KeptSocket, journal: KeptConnection) -> HttpConnection | None:
-        """Begin to serve a connection; None where it has ended meanwhile."""
+    async def _serve(self, kept: KeptSocket, journal: KeptConnection) -> None:
+        """Begin to serve a connection, unless it has ended meanwhile."""
         is_kept = not self._tls
         lost = partial(self._link.release, kept.id)
         make = partial(self._connect, **({"kept": journal} if is_kept else {"on_lost": lost}))
         try:
-            _, protocol = await asyncio.get_running_loop().connect_accepted_socket(make, kept.sock, **self._tls)
+            await asyncio.get_running_loop().connect_accepted_socket(make, kept.sock, **self._tls)
         except OSError:
             self._link.release(kept.id)
-            return None
-        return cast(HttpConnection, protocol)
 
     async def _take_over(self, kept: KeptSocket) -> int:
         """Go on with a connection of an earlier router; returns how many requests it has."""
         try:
             if self._tls:
                 raise Lost("its keys were those of the earlier router")
-            requests, journal, has_lost = _left_of(kept, self._link)
+            journal, num_requests = _journal_of(kept, self._link)
         except (Lost, OSError) as why:
             logger.warning("a connection ends, which cannot be taken over: %s", why)
             kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             kept.sock.close()
             self._link.release(kept.id)
             return 0
-        connection = await self._serve(kept, journal)
-        if connection is None:
-            return 0
-        raw = b"".join(request.raw for request in requests)
-        connection.take_over(raw, kept.partial, has_lost=has_lost)
-        return len(requests)
+        await self._serve(kept, journal)
+        return num_requests
 
     async def _hand_over(self) -> NoReturn:
         """End this router, once what is not in the journal was answered: another one takes over."""
@@ -139,31 +143,35 @@ class Takeover:
         return cast(list[HttpConnection], list(state.connections))
 
 
-def _left_of(kept: KeptSocket, link: KeeperLink) -> tuple[list[JournalledRequest], KeptConnection, bool]:
-    """The requests of a connection to answer anew, its journal, and whether input of a later one is lost.
+def _journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
+    """The journal of a connection with what an earlier router has left, and the number of requests in it.
 
     Raises:
         Lost: its client has got bytes of an answer that is not in the journal.
         OSError: the kernel knows nothing of the connection.
     """
     written, settled = bytes_written(kept.sock), kept.settled
-    requests: list[JournalledRequest] = []
-    input_end = settled.input_end
-    for request in kept.requests:
-        if request.facts.get(UNKEPT_ANSWER) or request.facts[INPUT_END] - len(request.raw) != input_end:
-            break
-        requests.append(request)
-        input_end = request.facts[INPUT_END]
+    requests, input_end = _answerable(kept.requests, settled.input_end)
     start = requests[0].facts.get(START, written) if requests else settled.written
     skip = written - start
     if skip < 0 or (skip and not requests):
         raise Lost(f"{skip} bytes more than those of answers in the journal were written")
-    num_read = bytes_read(kept.sock)
-    partial_bytes = len(kept.partial)
-    has_lost = num_read > input_end + partial_bytes
-    if kept.partial and num_read != input_end + partial_bytes:
-        kept.partial = b""
+    num_lost = bytes_read(kept.sock) - input_end - len(kept.partial)
+    left = LeftInput(b"".join(each.raw for each in requests), b"" if num_lost else kept.partial, num_lost > 0)
     known = {request.number: request.facts for request in requests}
     if requests:
         settled = settled._replace(number=requests[0].number - 1)
-    return requests, KeptConnection(link, kept.id, known, settled, start, skip), has_lost
+    return KeptConnection(keeper, kept.id, known, settled, start, skip, left), len(requests)
+
+
+def _answerable(requests: list[JournalledRequest], input_end: int) -> tuple[list[JournalledRequest], int]:
+    """The requests that can be answered anew, one behind the other, and where the input of the last one ends."""
+    found: list[JournalledRequest] = []
+    for request in requests:
+        facts = request.facts
+        is_unkept = UNKEPT_ANSWER in facts or (BEGUN in facts and KEY not in facts)
+        if is_unkept or facts.get(INPUT_END) != input_end + len(request.raw):
+            break
+        found.append(request)
+        input_end = facts[INPUT_END]
+    return found, input_end

@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TypeVar, cast
 
 from pydantic import BaseModel
@@ -166,7 +166,7 @@ async def _reserved(
         if declared_size(request) > SHORT_CHARACTERS and not was_admitted:
             service.tokenizer.pool.check_room()
         await receive_body(request, service.payload_limit)
-    arrived = request.scope[ARRIVAL] = _journalled(request, arrived)
+    arrived = request.scope[ARRIVAL] = _journalled(request, service, arrived)
     with ExitStack() as held:
         if not was_admitted:
             reservation = gate.reserve(incoming)
@@ -176,10 +176,12 @@ async def _reserved(
         return _ReservedStream(response, held.pop_all()) if isinstance(response, EventStream) else response
 
 
-def _journalled(request: HttpRequest, arrived: Arrival) -> Arrival:
+def _journalled(request: HttpRequest, service: Service, arrived: Arrival) -> Arrival:
     """Put a request that is whole into the journal; one that is replayed has arrived earlier, with its deadline."""
     context = request_context.current()
     journal = context.journal = keep(request.scope)
+    if journal.is_replayed:
+        journal.when_done(partial(service.replay_ended, journal.key))
     journal.draw(REQUEST_ID_FACT, lambda: context.request_id)
     waited = max(0.0, time.time() - journal.draw("arrived", time.time))
     if not waited or arrived.deadline is None:
