@@ -24,7 +24,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -41,9 +40,9 @@ from funitel.router.replica_set.table import ReplicaAddress
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.kept_answer import WHOLE
-from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal
+from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal, KeptTransport
 from funitel.router.transport.memory_budget import CLIENT
-from funitel.router.transport.sse import FAILURE
+from funitel.router.transport.sse import FAILED
 from funitel.router.transport.stream_writer import DirectSend
 from funitel_testing.words import word_tokenizer
 
@@ -81,8 +80,8 @@ class KeptClient:
     def __init__(self, facts: dict[str, Any] | None = None) -> None:
         self.facts: dict[str, Any] = json.loads(json.dumps(facts or {}))
         self.num_puts = 0
-        self._transport: Any = SimpleNamespace(written=0, skip=0)
         self.is_unkept = False
+        self._transport = KeptTransport(cast(asyncio.Transport, None), 0, 0)
         self.reason = ""  # why it was disconnected
 
     def facts_of(self, scope: Scope) -> dict[str, Any]:
@@ -98,8 +97,12 @@ class KeptClient:
         self.num_puts += 1
         self.facts |= json.loads(json.dumps(facts))
 
-    def begin_unkept(self, scope: Scope) -> None:
+    def begin_unkept(self, scope: Scope) -> bool:
         self.is_unkept = True
+        return True
+
+    def note_interim(self, num_bytes: int) -> None:
+        raise AssertionError("no client here waits for 100 Continue")
 
     def disconnect(self, reason: str) -> None:
         self.reason = reason
@@ -367,7 +370,7 @@ async def test_an_error_behind_an_early_head_ends_the_stream(serve: Serve) -> No
         found = await exchanged(app_of(client), "/v1/chat/completions", stream(CHAT), client_)
     assert found.status == 200
     assert b"gone" in found.chunks[0]
-    assert client_.facts[FAILURE][0] == 0
+    assert client_.facts[FAILED][0] == 0
     assert not client_.reason
 
 
@@ -438,10 +441,15 @@ async def test_limits_of_a_key_do_not_refuse_what_was_admitted(
     serve: Serve, tmp_path: Path, limits: dict[str, Any]
 ) -> None:
     path, body = "/generate", native(max_new_tokens=20)
-    async with serve(FakeEngine(pause=0.02), api_key_file=keys_file(tmp_path, **limits)) as client:
+    engine = FakeEngine(pause=0.05)
+
+    async def runs() -> bool:
+        return bool(engine.tasks)
+
+    async with serve(engine, api_key_file=keys_file(tmp_path, **limits)) as client:
         app = app_of(client)
         running = asyncio.create_task(exchanged(app, path, body, KeptClient(), AUTHORIZED))
-        await asyncio.sleep(0.03)
+        await eventually(runs, "it runs")
         refused = await exchanged(app, path, body, KeptClient(), AUTHORIZED)
         admitted = await exchanged(app, path, body, KeptClient({KEY: "a"}), AUTHORIZED)
         assert (await running).status == 200

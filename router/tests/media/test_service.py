@@ -18,6 +18,8 @@ from PIL.PngImagePlugin import PngInfo
 from funitel.proto.errors import InvalidRequest, Overloaded, StartupError
 from funitel.proto.step import MediaKind
 from funitel.proto.step_socket import MAX_BYTES
+from funitel.router.core.journal import KeptJournal
+from funitel.router.core.request_context import request_context
 from funitel.router.media import service as services
 from funitel.router.media.families import family_of
 from funitel.router.media.images import MAX_PROCESSED_BYTES, ImageProcessor
@@ -299,6 +301,19 @@ async def test_a_client_with_too_much_waiting_is_told(make: Services, monkeypatc
     )
     assert sum(isinstance(each, Overloaded) for each in results) == 2
     assert not isinstance(results[-1], Exception)
+
+
+async def test_what_another_router_has_admitted_is_not_refused_for_what_waits(
+    make: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make()
+    files = [file_of(Image.new("RGB", (56, 56), (shade, 0, 0))) for shade in range(6)]
+    for name in ("MAX_WAITING_BYTES", "MAX_OWN_BYTES", "MAX_PREPARING_BYTES"):
+        monkeypatch.setattr(services, name, 1)
+    with request_context("id") as context:
+        context.journal = KeptJournal("a", {}, lambda _: None, is_replayed=True)
+        asked = (service.prepare([source(data) for data in files[place : place + 2]], OWNER) for place in (0, 2, 4))
+        assert [len(each) for each in await asyncio.gather(*asked)] == [2, 2, 2]
 
 
 def test_folders_of_text_models_have_no_media(tmp_path: Path) -> None:

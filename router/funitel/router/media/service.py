@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from funitel.proto.errors import InvalidRequest, Overloaded
 from funitel.proto.step import MediaKind
+from funitel.router.core import request_context
 from funitel.router.core.request import RequestMedia
 from funitel.router.media import expand
 from funitel.router.media.cache import Key, PreparedCache
@@ -119,6 +120,8 @@ class MediaService:
                 f"processed, at most {MAX_REQUEST_BYTES} are taken",
                 place,
             )
+        if request_context.current().journal.is_replayed:  # another router has admitted it
+            return
         own, others = self._preparing_bytes[owner], self._preparing_bytes.total()
         if own > num_bytes and own + size > MAX_OWN_BYTES or others > num_bytes and others + size > MAX_PREPARING_BYTES:
             raise Overloaded(": the images of requests that are prepared take too much memory", reason="media")
@@ -162,7 +165,8 @@ class MediaService:
 
     def _check_room(self, owner: bytes, num_bytes: int) -> None:
         waiting = self._waiting_bytes[owner]
-        if waiting and waiting + num_bytes > MAX_WAITING_BYTES:
+        was_admitted = request_context.current().journal.is_replayed
+        if waiting and waiting + num_bytes > MAX_WAITING_BYTES and not was_admitted:
             raise Overloaded(": images or sounds of this client wait to be decoded", reason="media")
 
     def insert(

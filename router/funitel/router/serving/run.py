@@ -265,16 +265,16 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
                 with _listed(jobs[0], streams):
                     yield streams
             finally:
-                if journal.key:
-                    keys = [job.request.output_key for job in jobs]
+                if keys := [job.request.output_key for job in jobs if job.request.output_key]:
                     journal.when_done(partial(jobs[0].service.engine.release_outputs, keys))
 
 
 def _kept(request: Request, journal: RequestJournal) -> Request:
     """The request with the key of its outputs, and with what became of it under an earlier router."""
-    if not journal.key:
+    key = journal.output_key()
+    if not key:
         return request
-    kept = replace(request, output_key=journal.output_key(), is_replayed=journal.is_replayed)
+    kept = replace(request, output_key=key, is_replayed=journal.is_replayed)
     return replace(kept, was_begun=journal.knows(_cached_fact(kept))) if journal.is_replayed else kept
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 Put = Callable[[Event], None]  # sends an event, now or once the client reads again
 Producer = Callable[[Put], Awaitable[None]]
 
-FAILURE = "failure"  # of the journal: events before the error that ends a stream, and the frame of that
+FAILURE = "failure"  # a fact of a journal: events before the error that ends a stream, and the frame of that
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
