@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")  # of JSON
 
+REQUEST_ID_FACT = "request_id"  # of the journal of a request
 KEY = "key"  # of the facts: the key of the request
 EARLIER = "funitel.earlier"  # in a request's scope: the facts that an earlier router has left of it
 

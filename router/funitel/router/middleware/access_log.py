@@ -12,7 +12,7 @@ from funitel.proto.process import logs
 from funitel.proto.process.logs import Field
 from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
-from funitel.router.core.journal import earlier_facts
+from funitel.router.core.journal import REQUEST_ID_FACT, earlier_facts
 from funitel.router.core.request_context import RequestContext
 from funitel.router.middleware.operation import ModelUse, operation_of, route_of
 from funitel.router.telemetry.metrics import Metrics
@@ -21,7 +21,6 @@ from funitel.router.telemetry.recent_requests import EndedRequest
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
-REQUEST_ID_FACT = "request_id"  # of the journal of a request
 CLOSE = (b"connection", b"close")
 _SANE = re.compile(rb"[\w.:/=+@-]{1,128}", re.ASCII)
 # Polled every few seconds: logged at debug level unless they fail.

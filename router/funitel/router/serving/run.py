@@ -22,10 +22,10 @@ from funitel.router.core.journal import RequestJournal
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Event, Listener, Timings, TokenStream, total_by_tier
 from funitel.router.serving.prepare import GenerationJob
+from funitel.router.serving.round_robin import RoundRobin
 from funitel.router.serving.running import ActiveRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.timings import AnswerTimings
-from funitel.router.serving.turns import InTurn
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
 
@@ -82,7 +82,7 @@ class _Run:
         self._num_jobs = len(jobs)
         self._give: Take = self._give_on
         if self._journal.key and len(jobs) > 1:
-            self._give = InTurn(len(jobs), self._give_on).put
+            self._give = RoundRobin(len(jobs), self._give_on).put
         self._take_recorded(jobs, streams)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             receive = self._listener(place, job, stream)

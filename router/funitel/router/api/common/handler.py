@@ -18,11 +18,10 @@ from funitel.router.api.common.errors import error_record
 from funitel.router.api.common.model_choice import SERVICE
 from funitel.router.api.common.schema_base import Body
 from funitel.router.core import request_context
-from funitel.router.core.journal import is_replayed
+from funitel.router.core.journal import REQUEST_ID_FACT, is_replayed
 from funitel.router.engine.interface import Admits
 from funitel.router.fleet.control import ControlSocket
 from funitel.router.fleet.models import ServedModels
-from funitel.router.middleware.access_log import REQUEST_ID_FACT
 from funitel.router.middleware.auth import tenant_of
 from funitel.router.resumable.header import resume_seconds
 from funitel.router.resumable.streams import ResumableStreams

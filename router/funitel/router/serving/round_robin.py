@@ -10,7 +10,7 @@ from collections.abc import Callable
 from funitel.proto.step import Generation
 
 
-class InTurn:
+class RoundRobin:
     """Generations of `count` sequences; each is given to `give` with the place of its sequence, in its turn."""
 
     def __init__(self, count: int, give: Callable[[int, Generation], None]) -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
-from funitel.router.serving.turns import InTurn
+from funitel.router.serving.round_robin import RoundRobin
 
 
 def sequence(place: int, count: int) -> list[Generation]:
@@ -18,7 +18,7 @@ def sequence(place: int, count: int) -> list[Generation]:
 def test_the_order_depends_on_the_sequences_alone(seed: int) -> None:
     lengths = (3, 1, 5)
     given: list[tuple[int, int]] = []
-    turns = InTurn(3, lambda place, generation: given.append((place, generation.tokens.ids[0])))
+    turns = RoundRobin(3, lambda place, generation: given.append((place, generation.tokens.ids[0])))
     left = {place: sequence(place, count) for place, count in enumerate(lengths)}
     draw = random.Random(seed)
     while left:
@@ -31,7 +31,7 @@ def test_the_order_depends_on_the_sequences_alone(seed: int) -> None:
 
 def test_a_sequence_that_is_alone_does_not_wait() -> None:
     given: list[int] = []
-    turns = InTurn(1, lambda place, generation: given.append(generation.tokens.ids[0]))
+    turns = RoundRobin(1, lambda place, generation: given.append(generation.tokens.ids[0]))
     for generation in sequence(0, 3):
         turns.put(0, generation)
         assert given[-1] == generation.tokens.ids[0]
