@@ -42,7 +42,7 @@ from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.kept_answer import WHOLE
 from funitel.router.transport.kept_connection import ANSWER, HEAD, AnswerJournal, KeptTransport
 from funitel.router.transport.memory_budget import CLIENT
-from funitel.router.transport.sse import FAILED
+from funitel.router.transport.sse import FAILURE
 from funitel.router.transport.stream_writer import DirectSend
 from funitel_testing.words import word_tokenizer
 
@@ -370,7 +370,7 @@ async def test_an_error_behind_an_early_head_ends_the_stream(serve: Serve) -> No
         found = await exchanged(app_of(client), "/v1/chat/completions", stream(CHAT), client_)
     assert found.status == 200
     assert b"gone" in found.chunks[0]
-    assert client_.facts[FAILED][0] == 0
+    assert client_.facts[FAILURE][0] == 0
     assert not client_.reason
 
 
