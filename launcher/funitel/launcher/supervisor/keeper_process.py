@@ -11,7 +11,7 @@ from socket import socket
 from typing import Any, NoReturn
 
 from funitel.launcher.config.child_commands import Commands, download_environ
-from funitel.launcher.processes.restart_policy import RestartPolicy
+from funitel.launcher.processes.restart_policy import STEADY_ROUTER_SECONDS, RestartPolicy
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.lasting_child import ChildMaker, record_of
 from funitel.launcher.supervisor.process import Child, stop_child
@@ -152,7 +152,7 @@ class KeeperProcess:
         Raises:
             FunitelError: it has ended too often in a row, or a port is in use meanwhile.
         """
-        restarts = RestartPolicy(self._settings.max_restarts)
+        restarts = RestartPolicy(self._settings.max_restarts, STEADY_ROUTER_SECONDS)
         while True:
             started = time.monotonic()
             child = self._running

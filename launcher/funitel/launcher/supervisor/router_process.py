@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from funitel.launcher.processes.restart_policy import RestartPolicy
+from funitel.launcher.processes.restart_policy import STEADY_ROUTER_SECONDS, RestartPolicy
 from funitel.launcher.supervisor.process import Child
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class ServingRouter:
 
     async def serve(self) -> str:
         """Start the router again whenever it ends, and replace it when asked to; returns the reason of the last end."""
-        restarts = RestartPolicy(self._max_restarts)
-        began = time.monotonic()
+        restarts = RestartPolicy(self._max_restarts, STEADY_ROUTER_SECONDS)
+        ready = time.monotonic()
         while True:
             requested = asyncio.create_task(self._replace_requested.wait())
             await asyncio.wait({self.running.exited, requested}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,16 +111,17 @@ class ServingRouter:
             reason, ended = self.running.exit_reason(), time.monotonic()
             if self._is_ending or self._until_keeper_listens is None:
                 return reason
-            delay = restarts.delay_after(ended - began)
+            delay = restarts.delay_after(ended - ready)
             if delay is None:
                 return reason + (f"; restarted {self._max_restarts} times in a row" if self._max_restarts else "")
             count = f"restart {restarts.num_in_a_row} of {self._max_restarts}"
             logger.error("%s; %s in %g s", reason, count, delay)
             await asyncio.sleep(delay)
-            began = time.monotonic()
             await self._start_again(ended, count)
+            ready = time.monotonic()
 
     async def _start_again(self, ended: float, count: str) -> None:
+        """Start another process, and wait until it serves or ends."""
         read_end = await self.start(accepts_early=False)
         try:
             if await _is_ready(read_end, self.running):

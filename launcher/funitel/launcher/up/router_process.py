@@ -20,7 +20,7 @@ from funitel.launcher.control_plane.folders import Folders
 from funitel.launcher.lifecycle.orphans import command_of, routers_of
 from funitel.launcher.processes.file_tail import FileTail
 from funitel.launcher.processes.relay import relay
-from funitel.launcher.processes.restart_policy import RestartPolicy
+from funitel.launcher.processes.restart_policy import STEADY_ROUTER_SECONDS, RestartPolicy
 from funitel.launcher.processes.watched import WatchedProcess, how_it_ended
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.keeper_process import KeeperProcess
@@ -31,6 +31,7 @@ from funitel.proto.process.start_times import start_of
 logger = logging.getLogger(__name__)
 
 RECORD, LOG, KEEPER_RECORD, KEEPER_SOCKET = "router.json", "router.log", "keeper.json", "keeper.sock"
+START_SECONDS = 5.0  # that a router may take to serve
 STOP_AGAIN_SECONDS = 5.0  # for a router past its grace period, to send errors to its clients
 REPEAT_SECONDS = 0.5  # signals that arrive before the first is handled are merged
 _OF_THIS_START = ("--listen-fd",)  # flags that differ from start to start
@@ -230,7 +231,7 @@ class RouterProcess:
         logger.info("the router was replaced by process %d", fresh.pid)
 
     async def _keep_router(self) -> None:
-        restarts = RestartPolicy(self._settings.max_restarts)
+        restarts = RestartPolicy(self._settings.max_restarts, START_SECONDS + STEADY_ROUTER_SECONDS)
         while True:
             started = time.monotonic()
             requested = asyncio.create_task(self._replace_requested.wait())

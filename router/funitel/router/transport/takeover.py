@@ -22,6 +22,7 @@ from funitel.router.core.journal import KEY
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.keeper_link import KeeperLink, KeptSocket
 from funitel.router.transport.kept_connection import (
+    ANSWER,
     BEGUN,
     INPUT_END,
     START,
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes for each client that does not read
 YIELD_SECONDS = 1.0  # for answers that are not in the journal, before this router hands over
+MAX_TRIES = 10  # routers in a row that may end soon while they answer a request: it may be what ends them
+STEADY_SECONDS = 10.0  # that a router lives, so that its end counts for none of its requests
+TRIES = "tries"  # a fact of a request: how many routers have taken it over in a row
 LOOK_SECONDS = 0.005
 _RESET = struct.pack("ii", 1, 0)  # struct linger: closing sends a reset
 
@@ -75,7 +79,10 @@ class Takeover:
     async def begin(
         self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], handshake_seconds: float | None
     ) -> list[str]:
-        """Answer what an earlier router has left, and take new connections; returns the journals of its requests."""
+        """Answer what an earlier router has left, and take new connections.
+
+        Returns the journals of requests that are rendered again: those with a whole answer in the journal are not.
+        """
         self._connect = partial(
             cast(Any, config.http_protocol_class), config=config, server_state=state, app_state=app_state
         )
@@ -86,7 +93,8 @@ class Takeover:
         for kept in left:
             count = await self._take_over(kept)
             num_requests += count
-            journals += [request.facts[KEY] for request in kept.requests[:count] if KEY in request.facts]
+            facts = [request.facts for request in kept.requests[:count]]
+            journals += [each[KEY] for each in facts if KEY in each and ANSWER not in each]
         if left:
             logger.info("took over connections=%d requests=%d", len(left), num_requests)
         self._link.on_connection = self._take
@@ -117,6 +125,7 @@ class Takeover:
 
     async def _take_over(self, kept: KeptSocket) -> int:
         """Go on with a connection of an earlier router; returns how many requests it has."""
+        kept.requests.sort(key=lambda request: request.number)  # those that had to wait were noted first
         try:
             if self._tls:
                 raise Lost("its keys were those of the earlier router")
@@ -127,8 +136,18 @@ class Takeover:
             kept.sock.close()
             self._link.release(kept.id)
             return 0
+        self._count_tries(kept, num_requests)
         await self._serve(kept, journal)
         return num_requests
+
+    def _count_tries(self, kept: KeptSocket, num_requests: int) -> None:
+        """Note that another router answers these requests; the count starts again once this one has lived for long."""
+        for request in kept.requests[:num_requests]:
+            request.facts[TRIES] = request.facts.get(TRIES, 0) + 1
+            self._link.put_facts(kept.id, request.number, {TRIES: request.facts[TRIES]})
+            asyncio.get_running_loop().call_later(
+                STEADY_SECONDS, self._link.put_facts, kept.id, request.number, {TRIES: 0}
+            )
 
     async def _hand_over(self) -> NoReturn:
         """End this router, once what is not in the journal was answered: another one takes over."""
@@ -157,6 +176,8 @@ def journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
     written, settled = bytes_written(kept.sock), kept.settled
     requests, input_end = _answerable(kept.requests, settled.input_end)
     start = requests[0].facts.get(START, written) if requests else settled.written
+    if requests and requests[0].facts.get(TRIES, 0) >= MAX_TRIES:
+        raise Lost(f"{MAX_TRIES} routers in a row have ended soon after they had begun to answer it")
     skip = written - start
     if skip < 0 or (skip and not requests):
         raise Lost(f"{skip} bytes more than those of answers in the journal were written")
@@ -171,7 +192,7 @@ def journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
 def _answerable(requests: list[JournalledRequest], input_end: int) -> tuple[list[JournalledRequest], int]:
     """The requests that can be answered anew, one behind the other, and where the input of the last one ends."""
     found: list[JournalledRequest] = []
-    for request in sorted(requests, key=lambda request: request.number):  # those that wait are noted first
+    for request in sorted(requests, key=lambda request: request.number):
         facts = request.facts
         is_unkept = UNKEPT_ANSWER in facts or (BEGUN in facts and KEY not in facts)
         if is_unkept or facts.get(INPUT_END) != input_end + len(request.raw):
