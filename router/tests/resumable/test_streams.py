@@ -355,6 +355,22 @@ async def test_another_router_says_the_same_bytes_again(streams: ResumableStream
         await reader.gets(frames("1", "2"))
 
 
+async def test_another_router_ends_a_stream_with_the_error_of_the_first_at_its_place(streams: ResumableStreams) -> None:
+    facts: dict[str, Any] = {}
+    first = Served(streams, "a", LONG, journal=KeptJournal("key", facts, facts.update))
+    first.script.say("1", "2")
+    first.script.told.put_nowait(StepFailed("broken"))
+    await first.answering
+    assert first.client.body == frames("1", "2", '{"text":"broken"}')
+    second = Served(
+        ResumableStreams(LONG, 1 << 20), "a", LONG, journal=KeptJournal("key", facts, facts.update, is_replayed=True)
+    )
+    second.script.say("1", "2", "3")
+    second.script.end()
+    await second.answering
+    assert second.client.body == first.client.body
+
+
 async def test_the_first_client_ends_with_a_task_that_is_cancelled(streams: ResumableStreams) -> None:
     served = Served(streams, "a", LONG)
     served.script.say("1")

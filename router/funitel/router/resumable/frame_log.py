@@ -47,6 +47,16 @@ class FrameLog:
         """Whether the answer to a client has begun."""
         return self.num_frames > 0 or any(writer.is_started for writer in self._writers)
 
+    @property
+    def num_events(self) -> int:
+        """See EventWriter; each event is a frame."""
+        return self.num_frames
+
+    def flush(self) -> None:
+        """Send what was written to all clients that read."""
+        for writer in self._writers:
+            writer.flush()
+
     def write(self, event: Event) -> None:
         """Number an event, or its frame, or frames, and send it to all clients."""
         data = event if isinstance(event, bytes) else self._frame(event)

@@ -128,6 +128,7 @@ class ResumableStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context.current()
+        self._stream.join(scope)
         producing = self._producing = asyncio.create_task(self._produce())
         try:
             await self.answer(0)(scope, receive, send)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -41,8 +41,15 @@ class EventWriter(Protocol):
     def is_started(self) -> bool:
         """Whether the answer has begun: an error can only be an event then."""
 
+    @property
+    def num_events(self) -> int:
+        """The events written so far, without keep-alives."""
+
     def write(self, event: Event) -> None:
         """Write an event, or its frame."""
+
+    def flush(self) -> None:
+        """Send what was written, if the client reads."""
 
     async def end(self, data: bytes) -> None:
         """Write the end."""
@@ -140,9 +147,9 @@ class EventStream(Response):
         self._client: Client | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        direct, client, journal = scope.get(DIRECT, send), scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
-        self._journal, self._client = journal, client
-        writer = StreamWriter(send, direct, self.raw_headers, client, self.frame, journal)
+        self.join(scope)
+        direct = scope.get(DIRECT, send)
+        writer = StreamWriter(send, direct, self.raw_headers, self._client, self.frame, self._journal)
         try:
             await run_until_disconnect(receive, self._run(writer))
         except Cancelled as error:
@@ -151,6 +158,10 @@ class EventStream(Response):
                 logger.debug("the client left a stream")
         finally:
             writer.abandon()
+
+    def join(self, scope: Scope) -> None:
+        """Take the client and the journal of a request, to be called before events are produced."""
+        self._client, self._journal = scope.get(CLIENT), scope.get(JOURNAL, UNKEPT)
 
     async def _run(self, writer: StreamWriter) -> None:
         if self._journal.knows(HEAD):  # an error cannot become an ordinary answer any more
@@ -198,21 +209,20 @@ class EventStream(Response):
         if not journal.key:
             writer.write(self.error_event(error))
             return
-        kept = cast(StreamWriter, writer)
         if not journal.knows(FAILURE):
-            kept.flush()
+            writer.flush()
             if journal.is_behind and client is not None:
                 logger.error("a stream that was taken over fails before the place that it had reached: %s", error)
                 client.disconnect("takeover")
                 return
         frame = self.frame(self.error_event(error)).decode()
-        _, frame = journal.draw(FAILURE, lambda: (kept.num_events, frame))
+        _, frame = journal.draw(FAILURE, lambda: (writer.num_events, frame))
         writer.write(frame.encode())
 
 
 def _write_until_failure(writer: EventWriter, journal: RequestJournal, event: Event) -> None:
     """Write an event unless an earlier router has ended the stream with an error before it."""
     num_events, _ = journal.draw(FAILURE, lambda: (0, ""))
-    if cast(StreamWriter, writer).num_events >= num_events:
+    if writer.num_events >= num_events:
         raise _FailedEarlier("this stream has failed")
     writer.write(event)
