@@ -34,7 +34,7 @@ def test_ranks_get_the_calls_that_others_have_begun() -> None:
         {"capabilities": INFO.capabilities | {Capability.STATE_SLOTS}},
         {"num_stages": 2},
     ],
-    ids=str,
+    ids=["nothing", "states", "stages"],
 )
 def test_ranks_of_which_more_must_be_known_are_not_taken_over(other: dict[str, Any]) -> None:
     assert takes_over([INFO, INFO])
