@@ -8,11 +8,9 @@ from functools import cache
 
 import numpy as np
 
-from funitel.router.audio.segments import HOP, RATE
+from funitel.router.audio.segments import FLOOR, FRAME, HOP, RATE
 
-FRAME = 320  # samples
 TRANSFORM = 512  # samples of a transform: a frame, and zeros
-FLOOR = 1e-3
 _FRAMES_AT_ONCE = 4096
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 RATE = 16_000  # samples in a second that a model hears
 HOP = 160  # of these in a frame of a spectrogram
 WINDOW = 400  # samples of a spectrum
+FRAME, FLOOR = 320, 1e-3  # of a spectrogram of magnitudes: samples of a frame, and what is added before the logarithm
 WINDOW_SECONDS = 30
 FRAMES_PER_SECOND = RATE // HOP
 SECONDS_PER_TIMESTAMP = 0.02

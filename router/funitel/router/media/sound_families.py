@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from funitel.proto.errors import StartupError
-from funitel.router.audio.magnitudes import FLOOR, FRAME
-from funitel.router.audio.segments import HOP, RATE, WINDOW, WINDOW_SECONDS
+from funitel.router.audio.segments import FLOOR, FRAME, HOP, RATE, WINDOW, WINDOW_SECONDS
 from funitel.router.media.families import FamilyFiles
 from funitel.router.text.model_files import ModelFiles
 
