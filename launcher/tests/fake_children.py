@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import Hello, Kind, Packet
+from funitel.proto.keeper.messages import RouterHello, Kind, Packet
 from funitel.proto.process.deployment_file import end_with_launcher, is_launcher_gone
 
 
@@ -156,7 +156,7 @@ def answer_http(accept: Callable[[], tuple[socket.socket, object]], is_healthy: 
 def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
     """Greet the keeper as a router does; the result waits for its connections."""
     channel = Channel.to(flag("--keeper"))
-    channel.send(Packet(Kind.HELLO, raw=Hello(int(flag("--generation"))).encode()), 5)
+    channel.send(Packet(Kind.HELLO, raw=RouterHello(int(flag("--generation"))).encode()), 5)
     left: list[Packet] = []  # connections of an earlier router, none of which has an answer yet
     while (packet := channel.receive_within(30)).kind is not Kind.END:
         left += [packet] if packet.kind is Kind.CONNECTION else []
