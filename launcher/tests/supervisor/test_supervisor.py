@@ -341,7 +341,7 @@ def test_a_replica_is_started_again_whole(launch: Launch) -> None:
 
 
 def test_a_crash_loop_ends_with_how_often_it_was_tried(launch: Launch) -> None:
-    fake = {"shard-0": {"dies_after": 0.4, "code": 7, "last_words": ["error: out of luck"]}}
+    fake = {"shard-0": {"dies_after": 1.5, "code": 7, "last_words": ["error: out of luck"]}}
     launched = launch(*ONE, "--max-restarts", "2", fake=fake)
     assert launched.wait() == 1
     assert launched.events.count("shard-0 start") == 3
