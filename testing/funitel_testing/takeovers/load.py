@@ -10,6 +10,7 @@ from funitel_testing.takeovers.raw import RawAnswer, RawConnection
 SLOW_EVERY = 7  # of the clients one is a slow reader,
 PIPELINED_EVERY = 5  # and one sends two requests at once
 CLOSING_EVERY = 11  # and one asks for the connection to be closed
+RESTARTED = b"the router was restarted while this request came in"
 Reference = dict[tuple[str, int], RawAnswer]
 
 
@@ -18,6 +19,7 @@ class Comparison:
     """What became of the requests of one run."""
 
     num_answers: int = 0
+    num_refused: int = 0  # requests that were read and not in the journal yet: 503, to be repeated
     problems: list[str] = field(default_factory=list)
     silences: list[float] = field(default_factory=list)  # the longest of each answer, in seconds
 
@@ -87,6 +89,9 @@ async def disturbed(
                 comparison.num_answers += 1
                 comparison.problems.append(f"{kind.name} {each}: {type(error).__name__}: {error}")
                 break
+            if answer.status == 503 and RESTARTED in answer.body:
+                comparison.num_refused += 1
+                break
             if closes:
                 answer.head = answer.head.replace(b"connection: close\r\n", b"")
             comparison.take(kind, each, answer, known[kind.name, each])
@@ -101,6 +106,7 @@ def report(comparison: Comparison) -> str:
     median = worst[len(worst) // 2] if worst else 0.0
     lines = [
         f"{comparison.num_answers} answers, {len(comparison.problems)} wrong or lost, "
+        f"{comparison.num_refused} requests refused, "
         f"longest silence median {median:.2f} s, worst {max(worst, default=0.0):.2f} s"
     ]
     return "\n".join([*lines, *comparison.problems[:10]])
