@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import RouterHello, Kind, Packet
+from funitel.proto.keeper.messages import Kind, Packet, RouterHello
 from funitel.proto.process.deployment_file import end_with_launcher, is_launcher_gone
 
 

@@ -61,6 +61,8 @@ class Replays(Membership[ServingReplica]):
             return stream
         stream.record(outputs.steps)
         if outputs.is_finished:
+            for member in self._serving:  # a row that has ended, and was not dropped yet
+                member.engine.held.drop(request.output_key)
             self._kept.count(TakenUp.ENDED)
             return stream
         sequence.output_ids += [token_id for each in outputs.steps for token_id in each.generation.tokens.ids]
