@@ -117,7 +117,7 @@ def test_a2_a_key_that_is_replaced_under_its_name_finds_its_prefixes(server: Ser
 
 
 def test_a4_children_have_neither_the_port_nor_the_keys(server: Server) -> None:
-    """Of all processes, only the launcher, which keeps it for the next router, and the router have the port."""
+    """Of all processes, only the launcher, which has it for the next keeper, and the keeper have the port."""
     with httpx.Client(base_url=server.url, headers=bearer("setting"), timeout=60) as client:
         message = {"role": "user", "content": "hi"}
         assert client.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1}).status_code == 200
@@ -126,10 +126,11 @@ def test_a4_children_have_neither_the_port_nor_the_keys(server: Server) -> None:
         assert client.post("/generate", json=body).status_code == 200
     listening = _listening_sockets(server.port)
     assert len(listening) == 1
-    router = server.router_pid()
+    router, keeper = server.router_pid(), server.keeper_pid()
+    assert b"API_KEY" not in Path(f"/proc/{keeper}/environ").read_bytes()
     sandboxes = {pid for pid in descendants(router) if pid != router}
     assert len(sandboxes) >= 2
-    for pid in descendants(server.process.pid) - {server.process.pid, router}:
+    for pid in descendants(server.process.pid) - {server.process.pid, keeper}:
         files = {name: os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
         assert not listening & set(files.values()), pid
         if pid in sandboxes:

@@ -33,12 +33,13 @@ class Fake:
 
     def note(self, event: str, **more: Any) -> None:
         entry = {"process": self.name, "event": event, "pid": os.getpid(), "time": time.time(), **more}
-        with open(os.environ["FAKE_LOG"], "a") as log:
-            log.write(json.dumps(entry) + "\n")
+        with open(os.environ["FAKE_LOG"], "ab", buffering=0) as log:
+            log.write(json.dumps(entry).encode() + b"\n")  # at once: others write too
 
-    def begin(self) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
-        signal.signal(signal.SIGUSR1, lambda *_: self.on_sigusr1())
+    def begin(self, *, notes_signals: bool = True) -> None:
+        if notes_signals:
+            signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
+            signal.signal(signal.SIGUSR1, lambda *_: self.on_sigusr1())
         self.note("start", argv=sys.argv[2:], environ=dict(os.environ))
         if "child" in self.behaviour:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -202,7 +203,7 @@ def keeper() -> None:
     from funitel.launcher.keeper.__main__ import main
 
     fake = Fake("keeper")
-    fake.begin()
+    fake.begin(notes_signals=False)  # a SIGTERM before the real one handles it would be lost
     del sys.argv[1]
     code = main()
     fake.note("stopped")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import Hello, Kind, Packet
+from funitel.proto.keeper.messages import Kind, Packet, RouterHello
 
 RETRY_SECONDS = 0.1
 UNUSED = ("draining", "sleeping")
@@ -101,7 +101,7 @@ async def serve_kept(path: str, generation: int) -> None:
         except OSError:
             await asyncio.sleep(RETRY_SECONDS)
             continue
-        channel.send(Packet(Kind.HELLO, raw=Hello(generation).encode()), 5)
+        channel.send(Packet(Kind.HELLO, raw=RouterHello(generation).encode()), 5)
         with suppress(ChannelLost):
             while True:
                 packet = channel.receive()
