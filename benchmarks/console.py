@@ -12,7 +12,6 @@ object.
 import argparse
 import asyncio
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ import httpx
 
 from funitel_testing.cache import demo_folder
 from funitel_testing.clients import client_of, stream
+from funitel_testing.figures import spread
 from funitel_testing.servers import Server, cpu_seconds, serving
 
 LIVE_SECONDS = 3.0
@@ -105,11 +105,6 @@ async def compare(on: Server, off: Server, given: argparse.Namespace) -> dict[st
 def ratio(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[float]:
     """The costs of one state over those of another, round by round: median, smallest and largest."""
     return spread([a / b for (a, _), (b, _) in zip(one, other, strict=True)], num_digits=3)
-
-
-def spread(values: list[float], num_digits: int = 1) -> list[float]:
-    """Median, smallest and largest."""
-    return [round(value, num_digits) for value in (statistics.median(values), min(values), max(values))]
 
 
 def main() -> None:

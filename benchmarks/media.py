@@ -24,6 +24,7 @@ import httpx
 import numpy as np
 
 from funitel_testing.clients import Answer, client_of, stream
+from funitel_testing.figures import spread
 from funitel_testing.servers import Server, serving
 from funitel_testing.vision_models import picture, save_vision
 from funitel_testing.vision_requests import content_of
@@ -127,11 +128,6 @@ async def _long(client: httpx.AsyncClient, prompt: str, num_tokens: int) -> None
     answer = Answer()
     _instants[prompt] = answer.instants
     await stream(client, prompt, answer=answer, max_new_tokens=num_tokens, ignore_eos_token=True)
-
-
-def spread(values: list[float]) -> list[float]:
-    """Median, smallest and largest."""
-    return [round(value, 1) for value in (statistics.median(values), min(values), max(values))]
 
 
 def main() -> None:

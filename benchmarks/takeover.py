@@ -10,7 +10,6 @@ over rounds, with the smallest and the largest. The last line is one JSON object
 import argparse
 import asyncio
 import json
-import statistics
 import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ import httpx
 
 from funitel_testing.clients import client_of, stream
 from funitel_testing.faults.model import save_endless
+from funitel_testing.figures import spread
 from funitel_testing.servers import Server, cpu_seconds, serving
 
 
@@ -59,11 +59,6 @@ async def cost(server: Server, load: Load, given: argparse.Namespace, *, has_kee
         return 1e6 * (spent(server, has_keeper=has_keeper) - before) / count
 
 
-def spread(values: list[float]) -> list[float]:
-    """Median, smallest and largest."""
-    return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
-
-
 def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,9 +88,9 @@ def main() -> None:
                         found[load][kept].append(value)
     result = {
         load: {
-            "kept_us": spread(values[True]),
-            "plain_us": spread(values[False]),
-            "ratio": spread([a / b for a, b in zip(values[True], values[False], strict=True)]),
+            "kept_us": spread(values[True], 3),
+            "plain_us": spread(values[False], 3),
+            "ratio": spread([a / b for a, b in zip(values[True], values[False], strict=True)], 3),
         }
         for load, values in found.items()
     }

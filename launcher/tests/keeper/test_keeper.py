@@ -18,6 +18,7 @@ import pytest
 from funitel.launcher.keeper import keeper as module
 from funitel.launcher.keeper.keeper import Keeper
 from funitel.proto.keeper.channel import Channel, ChannelLost, listen
+from funitel.proto.keeper.kernel import reset_on_close
 from funitel.proto.keeper.messages import MAX_RAW_BYTES, VERSION, Kind, Packet, RouterHello
 
 PATIENCE_SECONDS = 10.0
@@ -514,7 +515,7 @@ def test_a_client_that_leaves_while_no_router_is_there_is_dropped(
     number, _ = router.connection()
     staying.shutdown(socket.SHUT_WR)  # it may read on
     router.end()
-    leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, module._RESET)
+    reset_on_close(leaving)
     leaving.close()
     stage.until(lambda: list(stage.keeper._connections) == [number])
 

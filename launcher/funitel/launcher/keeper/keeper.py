@@ -15,7 +15,6 @@ import secrets
 import selectors
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.kernel import is_over
+from funitel.proto.keeper.kernel import is_over, reset_on_close
 from funitel.proto.keeper.messages import VERSION, Kind, Packet, RouterHello
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ TICK_SECONDS = 0.5
 OTHER_FILES = 64  # beside connections: listening sockets, routers, and bytes of requests on their way
 OTHER_SHARE = 0.5  # of few files that may be open
 MAX_ACCEPTED = 64  # connections in a turn
-_RESET = struct.pack("ii", 1, 0)  # struct linger: closing sends a reset
 
 
 @dataclass(slots=True)
@@ -397,7 +395,7 @@ class Keeper:
                         os.kill(router.pid, signal.SIGKILL)
 
     def _reset(self, kept: HeldConnection) -> None:
-        kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        reset_on_close(kept.sock)
         self._forget(kept)
 
     def _forget(self, kept: HeldConnection) -> None:

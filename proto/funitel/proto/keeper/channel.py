@@ -91,12 +91,8 @@ class Channel:
         """
         end = time.monotonic() + seconds
         while not self.try_send(packet):
-            left = end - time.monotonic()
-            if left <= 0:
+            if not self._wait(select.POLLOUT, end):
                 raise ChannelLost(f"it has received nothing for {seconds:g} s")
-            poller = select.poll()
-            poller.register(self.sock, select.POLLOUT)
-            poller.poll(1000 * left)
             time.sleep(_PAUSE_SECONDS)
 
     def receive(self) -> Packet | None:
@@ -148,13 +144,19 @@ class Channel:
         """
         end = time.monotonic() + seconds
         while (packet := self.receive()) is None:
-            left = end - time.monotonic()
-            if left <= 0:
+            if not self._wait(select.POLLIN, end):
                 raise ChannelLost(f"it has sent nothing for {seconds:g} s")
-            poller = select.poll()
-            poller.register(self.sock, select.POLLIN)
-            poller.poll(1000 * left)
         return packet
+
+    def _wait(self, events: int, end: float) -> bool:
+        """Wait for an event of the socket until an instant of the monotonic clock; False if that has passed."""
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        poller = select.poll()
+        poller.register(self.sock, events)
+        poller.poll(1000 * left)
+        return True
 
     def close(self) -> None:
         """Close this end."""

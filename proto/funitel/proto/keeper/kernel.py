@@ -17,6 +17,7 @@ _SENT_FIN = (_FIN_WAIT_1, _FIN_WAIT_2, _CLOSING, _LAST_ACK, _TIME_WAIT)
 _GOT_FIN = (_CLOSE_WAIT, _LAST_ACK, _CLOSING, _TIME_WAIT)
 _SIOCINQ, _SIOCOUTQ = 0x541B, 0x5411
 _MAX_READS = 1000
+_NO_LINGER = struct.pack("ii", 1, 0)  # struct linger: on, for no time
 
 
 def _counter(info: bytes, offset: int) -> int:
@@ -33,23 +34,27 @@ def _queue(sock: socket.socket, request: int) -> int:
     return value
 
 
+def _counts(sock: socket.socket, counter: int, queue: int) -> tuple[int, int, int]:
+    """A counter, the queue that belongs to it, and the state, of one moment: read until nothing has come between."""
+    for _ in range(_MAX_READS):
+        info = _info(sock)
+        count = _counter(info, counter)
+        waiting = _queue(sock, queue)
+        if _counter(_info(sock), counter) == count:
+            return count, waiting, info[_STATE_OFFSET]
+    raise OSError("bytes come and go faster than they can be counted")
+
+
 def bytes_written(sock: socket.socket) -> int:
     """The bytes that were ever written to an accepted connection, by any process.
 
-    Those that the peer has acknowledged, and those that wait for it; the end that `shutdown` sends is none of them. An
-    acknowledgement between the two readings would count bytes twice or never, so that they are read until nothing has
-    come between.
+    Those that the peer has acknowledged, and those that wait for it; the end that `shutdown` sends is none of them.
 
     Raises:
         OSError: it is no TCP connection, or the kernel does not count.
     """
-    for _ in range(_MAX_READS):
-        info = _info(sock)
-        acked = _counter(info, _BYTES_ACKED)
-        waiting = _queue(sock, _SIOCOUTQ)
-        if _counter(_info(sock), _BYTES_ACKED) == acked:
-            return acked + waiting - (info[_STATE_OFFSET] in _SENT_FIN)
-    raise OSError("the peer acknowledges bytes faster than they can be counted")
+    acked, waiting, state = _counts(sock, _BYTES_ACKED, _SIOCOUTQ)
+    return acked + waiting - (state in _SENT_FIN)
 
 
 def bytes_read(sock: socket.socket) -> int:
@@ -58,13 +63,13 @@ def bytes_read(sock: socket.socket) -> int:
     Raises:
         OSError: it is no TCP connection, or the kernel does not count.
     """
-    for _ in range(_MAX_READS):
-        info = _info(sock)
-        received = _counter(info, _BYTES_RECEIVED)
-        unread = _queue(sock, _SIOCINQ)
-        if _counter(_info(sock), _BYTES_RECEIVED) == received:
-            return received - unread - (info[_STATE_OFFSET] in _GOT_FIN)
-    raise OSError("bytes come in faster than they can be counted")
+    received, unread, state = _counts(sock, _BYTES_RECEIVED, _SIOCINQ)
+    return received - unread - (state in _GOT_FIN)
+
+
+def reset_on_close(sock: socket.socket) -> None:
+    """Have the peer get a reset, in place of an end, once the last duplicate of a connection is closed."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
 
 
 def is_over(sock: socket.socket) -> bool:

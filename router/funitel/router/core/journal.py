@@ -78,7 +78,6 @@ class KeptJournal(RequestJournal):
     ) -> None:
         self.key = key
         self.is_replayed = is_replayed
-        self._is_done = False
         self._on_done: list[Callable[[], None]] = []
         self._known = known
         self._put = put

@@ -88,7 +88,7 @@ class _Run:
             receive = self._listener(place, job, stream)
             end = self._aborted_after(job)
             if end is not None:
-                receive = _aborted_again(stream, receive, end)
+                receive = _aborted_again(job, stream, receive, end)
                 if stream.has_ended:  # its outputs say otherwise
                     receive(_abort(job, end), time.monotonic())
             stream.listen(receive)
@@ -194,7 +194,7 @@ def _abort(job: GenerationJob, num_tokens: int) -> Generation:
     return Generation(0, Tokens((), (), ()), finished=GeneratedText("", num_tokens, FinishReason.ABORT, seed))
 
 
-def _aborted_again(stream: TokenStream, receive: Listener, end: int) -> Listener:
+def _aborted_again(job: GenerationJob, stream: TokenStream, receive: Listener, end: int) -> Listener:
     """Make what takes the events of a sequence that an earlier router has aborted after `end` tokens."""
     loop = asyncio.get_running_loop()
     if stream.num_tokens >= end:
@@ -204,8 +204,7 @@ def _aborted_again(stream: TokenStream, receive: Listener, end: int) -> Listener
         if isinstance(event, Generation) and stream.num_tokens - len(event.tokens.ids) >= end:
             if event.finished is None:
                 return
-            ending = replace(event.finished, text="", num_tokens=end, finish_reason=FinishReason.ABORT)
-            event = Generation(event.request_id, Tokens((), (), ()), finished=ending)
+            event = _abort(job, end)
         receive(event, now)
         if stream.num_tokens >= end:
             loop.call_soon(stream.stop)

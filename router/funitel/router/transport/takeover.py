@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -16,7 +15,7 @@ from typing import Any, NoReturn, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from funitel.proto.keeper.kernel import bytes_read, bytes_written
+from funitel.proto.keeper.kernel import bytes_read, bytes_written, reset_on_close
 from funitel.proto.keeper.messages import JournalledRequest
 from funitel.router.core.journal import KEY
 from funitel.router.transport.connection import HttpConnection
@@ -40,7 +39,6 @@ MAX_TRIES = 10  # routers in a row that may end soon while they answer a request
 STEADY_SECONDS = 10.0  # that a router lives, so that its end counts for none of its requests
 TRIES = "tries"  # a fact of a request: how many routers have taken it over in a row
 LOOK_SECONDS = 0.005
-_RESET = struct.pack("ii", 1, 0)  # struct linger: closing sends a reset
 
 
 class Lost(Exception):
@@ -125,14 +123,13 @@ class Takeover:
 
     async def _take_over(self, kept: KeptSocket) -> int:
         """Go on with a connection of an earlier router; returns how many requests it has."""
-        kept.requests.sort(key=lambda request: request.number)  # those that had to wait were noted first
         try:
             if self._tls:
                 raise Lost("its keys were those of the earlier router")
             journal, num_requests = journal_of(kept, self._link)
         except (Lost, OSError) as why:
             logger.warning("a connection ends, which cannot be taken over: %s", why)
-            kept.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            reset_on_close(kept.sock)
             kept.sock.close()
             self._link.release(kept.id)
             return 0
@@ -174,6 +171,7 @@ def journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
         OSError: the kernel knows nothing of the connection.
     """
     written, settled = bytes_written(kept.sock), kept.settled
+    kept.requests.sort(key=lambda request: request.number)  # those that had to wait were noted first
     requests, input_end = _answerable(kept.requests, settled.input_end)
     start = requests[0].facts.get(START, written) if requests else settled.written
     if requests and requests[0].facts.get(TRIES, 0) >= MAX_TRIES:
@@ -192,7 +190,7 @@ def journal_of(kept: KeptSocket, keeper: Keeping) -> tuple[KeptConnection, int]:
 def _answerable(requests: list[JournalledRequest], input_end: int) -> tuple[list[JournalledRequest], int]:
     """The requests that can be answered anew, one behind the other, and where the input of the last one ends."""
     found: list[JournalledRequest] = []
-    for request in sorted(requests, key=lambda request: request.number):
+    for request in requests:
         facts = request.facts
         is_unkept = UNKEPT_ANSWER in facts or (BEGUN in facts and KEY not in facts)
         if is_unkept or facts.get(INPUT_END) != input_end + len(request.raw):
