@@ -11,6 +11,7 @@ from funitel_testing.faults.growth import growth, slope
 from funitel_testing.faults.load import Load, Outcome
 from funitel_testing.faults.page import BEGIN, END, written
 from funitel_testing.faults.scenes import by_hand
+from funitel_testing.faults.kills import EVERY_KIND
 from funitel_testing.faults.soak import CROWD, NUM_CROWDS
 from funitel_testing.faults.soak_report import Pace, Report, Sample
 from funitel_testing.faults.table import Cost, Fault, judge
@@ -164,6 +165,23 @@ def test_a_soak_kills_as_it_says(minutes: int, num_kills: int) -> None:
     kills = [period for period in range(pace.num_periods) if pace.is_killing(period)]
     assert pace.num_periods * pace.period_seconds == minutes * 60
     assert len(kills) == num_kills
+
+
+def test_a_soak_kills_every_kind_in_turn_and_samples_processes_of_the_same_age() -> None:
+    pace = Pace.of(120, EVERY_KIND)
+    kills = [pace.kill_of(period).name for period in range(pace.num_periods) if pace.is_killing(period)]
+    assert kills[: len(EVERY_KIND)] == [kill.name for kill in EVERY_KIND]
+    assert len(kills) == 40
+    for role in ("launcher", "keeper", "router", "shards", "workers"):
+        ages = set()
+        born = 0
+        for period in pace.counted:
+            if pace.is_killing(period) and role in pace.kill_of(period).ends:
+                born = period
+            if born and pace.counts(role, period):
+                ages.add(period - born)
+        assert len(ages) == 1, role
+    assert all(pace.counts("blocks", period) for period in pace.counted)
 
 
 async def test_a_load_goes_on_until_the_fault_finds_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

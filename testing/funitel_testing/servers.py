@@ -275,7 +275,7 @@ class Server:
     def shard_pids(self) -> list[int]:
         """Process ids of the shards, in rank order, those of the first replica first."""
         found = {}
-        for pid in self._processes():
+        for pid in self.processes():
             if _SHARD.search(_command(pid)):
                 path = flag_value(pid, "--uds-path") or ""
                 found[len(path), path, int(flag_value(pid, "--rank") or 0)] = pid
@@ -288,9 +288,9 @@ class Server:
         uds_path = flag_value(shards[0], "--uds-path")
         assert uds_path is not None, "the shard was given no socket path"
         ports = (self.port, *(int(port) for port in master_ports if port))
-        return Footprint(self.mark, ports, uds_path, self._shared_memory, frozenset(self._processes()))
+        return Footprint(self.mark, ports, uds_path, self._shared_memory, frozenset(self.processes()))
 
-    def _processes(self) -> set[int]:
+    def processes(self) -> set[int]:
         """What it started, and what it adopted of an earlier launcher."""
         return descendants(self.process.pid) | (marked(self.mark) - {self.process.pid})
 
@@ -306,14 +306,26 @@ class Server:
         wait_until(lambda: self.log.read_text(errors="replace").count(ADOPTED) > told, 60, "nothing was adopted")
 
     def router_pid(self) -> int:
-        """Process id of the router."""
-        commands = {pid: _command(pid) for pid in self._processes()}
-        return next(pid for pid, command in commands.items() if " -m funitel.router " in command)
+        """Process id of the router; raises ProcessLookupError where none runs."""
+        return self._first(self.router_pids(), "router")
+
+    def router_pids(self) -> list[int]:
+        """Process ids of routers: of two, while one replaces the other."""
+        return self._pids_of("funitel.router")
 
     def keeper_pid(self) -> int:
-        """Process id of the keeper."""
-        commands = {pid: _command(pid) for pid in self._processes()}
-        return next(pid for pid, command in commands.items() if " -m funitel.launcher.keeper " in command)
+        """Process id of the keeper; raises ProcessLookupError where none runs."""
+        return self._first(self._pids_of("funitel.launcher.keeper"), "keeper")
+
+    def _pids_of(self, module: str) -> list[int]:
+        commands = {pid: _command(pid) for pid in self.processes()}
+        return [pid for pid, command in commands.items() if f" -m {module} " in command]
+
+    @staticmethod
+    def _first(pids: list[int], role: str) -> int:
+        if not pids:
+            raise ProcessLookupError(f"no {role} runs")
+        return pids[0]
 
     def error_lines(self) -> list[str]:
         """The launcher's own error lines; those of its children come with a prefix."""

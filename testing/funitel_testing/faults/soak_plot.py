@@ -1,4 +1,4 @@
-"""The soak as a picture: what was held over time, and when shards were killed."""
+"""The soak as a picture: what was held over time, and when processes were killed."""
 
 from pathlib import Path
 
@@ -7,9 +7,12 @@ from matplotlib.figure import Figure
 from funitel_testing.faults.soak_report import Report
 
 PANELS = (
-    ("memory of their own, MiB", ("router own MiB", "shards own MiB", "launcher own MiB", "workers own MiB")),
-    ("file descriptors", ("router files", "shards files", "launcher files", "workers files")),
-    ("sockets", ("router sockets", "shards sockets", "launcher sockets")),
+    (
+        "memory of their own, MiB",
+        ("router own MiB", "shards own MiB", "launcher own MiB", "keeper own MiB", "workers own MiB"),
+    ),
+    ("file descriptors", ("router files", "shards files", "launcher files", "keeper files", "workers files")),
+    ("sockets", ("router sockets", "shards sockets", "launcher sockets", "keeper sockets")),
     ("threads", ("router threads", "shards threads", "launcher threads")),
     ("tasks of the router", ("router tasks",)),
     ("KV blocks in use", ("blocks",)),
@@ -33,5 +36,5 @@ def plot(path: Path, report: Report) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7, loc="lower right")
     for axis in axes[-2:]:
-        axis.set_xlabel("minutes; dots: idle, red: a shard is killed")
+        axis.set_xlabel("minutes; dots: idle, red: a process is killed")
     figure.savefig(path, format="png", dpi=110)

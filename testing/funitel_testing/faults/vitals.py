@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from funitel_testing.servers import Server, descendants, shared_memory
+from funitel_testing.servers import Server, shared_memory
 
 MIB = 1 << 20
 
@@ -34,9 +34,10 @@ def vitals(server: Server, scratch: Path) -> dict[str, float]:
 
 
 def _roles(server: Server) -> dict[str, list[int]]:
-    launcher, router, shards = server.process.pid, server.router_pid(), server.shard_pids()
-    others = descendants(launcher) - {router, *shards}
-    return {"launcher": [launcher], "router": [router], "shards": shards, "workers": sorted(others)}
+    launcher, keeper, router = server.process.pid, server.keeper_pid(), server.router_pid()
+    shards = server.shard_pids()
+    workers = sorted(server.processes() - {keeper, router, *shards})
+    return {"launcher": [launcher], "keeper": [keeper], "router": [router], "shards": shards, "workers": workers}
 
 
 def _footprint(pids: Iterable[int]) -> dict[str, float]:
