@@ -8,10 +8,10 @@ import pytest
 
 from funitel_testing.faults.asks import Ask, Heard, Kind
 from funitel_testing.faults.growth import growth, slope
+from funitel_testing.faults.kills import EVERY_KIND
 from funitel_testing.faults.load import Load, Outcome
 from funitel_testing.faults.page import BEGIN, END, written
 from funitel_testing.faults.scenes import by_hand
-from funitel_testing.faults.kills import EVERY_KIND
 from funitel_testing.faults.soak import CROWD, NUM_CROWDS
 from funitel_testing.faults.soak_report import Pace, Report, Sample
 from funitel_testing.faults.table import Cost, Fault, judge

@@ -6,8 +6,8 @@ Clients ask what `asks` knows, hang up at random, and pause at random, all drawn
 fall silent once, a crowd fills the pools of threads and processes that grow on demand, and what is held then is a
 sample. A process is killed in the middle of some periods: a shard each time, or, with `--kills all`, one kind after the
 other, beside further clients that compare every byte. A sample of processes that are killed counts only when it is the
-last one before that, so that all come from processes of the same age. FOLDER gets soak.csv and soak.png; the last line on stdout is one
-JSON object, the exit code says whether all was well.
+last one before that, so that all come from processes of the same age. FOLDER gets soak.csv and soak.png; the last line
+on stdout is one JSON object, the exit code says whether all was well.
 """
 
 import argparse
