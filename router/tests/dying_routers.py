@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,10 +25,10 @@ from funitel.router.core.file_watch import Reloadable
 from funitel.router.core.journal import RequestJournal
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
+from funitel.router.transport import takeover
 from funitel.router.transport.kept_answer import keep
 from funitel.router.transport.server import Server
 from funitel.router.transport.sse import EventStream, Put
-from funitel.router.transport.takeover import Takeover
 
 EVENT_SECONDS = 0.005  # between two events
 KEEP_ALIVE_SECONDS = 0.05
@@ -112,6 +112,13 @@ async def plain(request: Request) -> Response:
     return PlainTextResponse("plain")
 
 
+class JournalledPaths(Container[str]):
+    """The paths of streams and whole answers."""
+
+    def __contains__(self, path: object) -> bool:
+        return str(path).startswith(("/stream/", "/whole/"))
+
+
 def build(fail: Callable[[FunitelError], None], reloadables: Sequence[Reloadable]) -> Starlette:
     """The application."""
     routes: list[Any] = [
@@ -120,26 +127,27 @@ def build(fail: Callable[[FunitelError], None], reloadables: Sequence[Reloadable
         Route("/plain", plain),
     ]
     app = Starlette(routes=routes)
-    app.state.models = Models()
+    app.state.models, app.state.journalled_paths = Models(), JournalledPaths()
     return app
 
 
 def serve(path: str) -> None:
     """Serve until this process is killed, or another router takes over."""
-    takeover = Takeover(path, 1)
-    server = Server(RouterSettings(), build, 1000, takeover)
-    takeover.connect()
+    taking = takeover.Takeover(path, 1)
+    server = Server(RouterSettings(), build, 1000, taking)
+    taking.connect()
     server.run(sockets=[])
 
 
 def main() -> None:
-    """Fork a router for each line."""
+    """Fork a router for each line, which says how many routers in a row may end while they answer a request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()
-    for _ in sys.stdin:
+    for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            takeover.MAX_TRIES = int(line)
             try:
                 serve(sys.argv[1])
             except StartupError as error:  # the keeper has ended

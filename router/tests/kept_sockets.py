@@ -39,10 +39,11 @@ class KeptJournals:
         self.num_seen = 0  # requests, ever
         self.on_put: Callable[[dict[str, Any]], None] = lambda facts: None
 
-    def put_request(self, connection: int, number: int, raw: bytes) -> None:
+    def put_request(self, connection: int, number: int, raw: bytes, facts: dict[str, Any]) -> None:
         self.partial = b""
         self.num_seen += 1
         self.requests[number] = JournalledRequest(number, raw)
+        self.put_facts(connection, number, facts)
 
     def put_facts(self, connection: int, number: int, facts: dict[str, Any]) -> None:
         self.requests[number].facts |= json.loads(json.dumps(facts))
@@ -80,6 +81,9 @@ class OneRouter:
         self._journals = None
 
 
+JOURNALLED_PATHS = frozenset({"/late"})
+
+
 class KeptSockets:
     """A client's connection, and the router that has it for the time being."""
 
@@ -108,7 +112,7 @@ class KeptSockets:
         await self._connect(sock, journal, app or self._app)
 
     async def _connect(self, sock: socket.socket, journal: KeptConnection, app: ASGIApp) -> None:
-        connections = Connections(10, self._settings, Metrics())
+        connections = Connections(10, self._settings, Metrics(), JOURNALLED_PATHS)
         config = uvicorn.Config(DirectSend(app), log_config=None, ws="none", lifespan="off")
         config.load()
         state = ServerState()

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from funitel.proto.errors import FunitelError
 from funitel.router.api.batches.in_process import InProcess
 from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
-from funitel.router.api.gated_routes import gated_routes
+from funitel.router.api.gated_routes import gated_routes, journalled_paths
 from funitel.router.api.responses.store import ResponseStore
 from funitel.router.batch.service import Batches
 from funitel.router.core.background_tasks import Tasks
@@ -113,6 +113,7 @@ def build_app(
     app.state.steps = StepSessions()
     app.state.takes_changes = is_local or is_guarded(settings)
     app.state.pages = pages
+    app.state.journalled_paths = journalled_paths(settings)
     return app
 
 

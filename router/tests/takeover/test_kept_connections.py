@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 from funitel.proto.errors import FunitelError
 from funitel.router.core.journal import RequestJournal
 from funitel.router.transport.kept_answer import keep
+from funitel.router.transport.kept_connection import UNKEPT_ANSWER
 from funitel.router.transport.sse import EventStream, Put
-from funitel.router.transport.takeover import Lost
+from funitel.router.transport.takeover import MAX_TRIES, TRIES, Lost
 
 POST = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%b\r\n%b"
 NUM_EVENTS = 30
@@ -64,6 +65,10 @@ class App:
         match scope["path"].split("/")[1:]:
             case ["stream", *_]:
                 body = await request.body()
+                answer = self._stream(keep(scope), body)
+            case ["late"]:
+                body = await request.body()
+                await self.holds.wait()
                 answer = self._stream(keep(scope), body)
             case ["whole", length]:
                 await request.body()
@@ -447,6 +452,7 @@ async def test_pipelined_requests_are_answered_in_order(moments: list[int]) -> N
                 await app.allow(NUM_EVENTS)
             await has_run(app)
             await asyncio.sleep(0.02)
+            await eventually(has_no_unkept(sockets), "no answer is on its way that is not kept")
             await sockets.restart()
             num_events = max(num_events, moment)
         await app.allow(NUM_EVENTS)
@@ -459,6 +465,27 @@ async def test_pipelined_requests_are_answered_in_order(moments: list[int]) -> N
         check_stream(await chunks_of(sockets))
         assert await sockets.client.response() == (200, b"plain end")
         await is_idle(sockets)
+
+
+def has_no_unkept(sockets: KeptSockets) -> Callable[[], Awaitable[bool]]:
+    async def none() -> bool:
+        return not any(UNKEPT_ANSWER in request.facts for request in sockets.journals.requests.values())
+
+    return none
+
+
+async def test_a_request_that_ends_every_router_is_not_tried_for_ever() -> None:
+    app = App()
+    async with kept_sockets(app) as sockets:
+        sockets.client.send(post("stream"))
+        await app.allow(3)
+        await has_come(sockets, 3)
+        sockets.journals.requests[1].facts[TRIES] = MAX_TRIES - 1
+        await sockets.restart()
+        sockets.journals.requests[1].facts[TRIES] = MAX_TRIES
+        await sockets.die()
+        with pytest.raises(Lost, match="10 routers in a row have ended"):
+            await sockets.start()
 
 
 async def test_requests_that_wait_for_their_turn_are_in_the_journal_and_one_that_has_begun_is_not_run_twice() -> None:
@@ -614,6 +641,33 @@ async def test_a_request_that_is_not_kept_and_has_no_answer_is_refused(sent: byt
         await has_run(app)
         await sockets.restart()
         await refused(sockets)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_a_request_is_in_the_journal_before_its_handler_puts_it_there(pieces: int) -> None:
+    app = App()
+    app.holds.clear()
+    async with kept_sockets(app) as sockets:
+        sent = post("late")
+        cut = len(sent) if pieces == 1 else len(sent) - 2
+        sockets.client.send(sent[:cut])
+        await has_run(app)
+        sockets.client.send(sent[cut:])
+
+        async def is_noted() -> bool:
+            return list(sockets.journals.requests) == [1]
+
+        await eventually(is_noted, "the request is in the journal")
+        await sockets.restart()
+        assert not sockets.client.reader.at_eof()
+        app.holds.set()
+        await app.allow(3)
+        await has_come(sockets, 3)
+        await sockets.restart()
+        await app.allow(NUM_EVENTS)
+        await head_of(sockets)
+        check_stream(await chunks_of(sockets))
+        await is_idle(sockets)
 
 
 async def test_a_lost_request_is_refused_behind_the_answers_before_it() -> None:

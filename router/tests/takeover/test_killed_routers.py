@@ -21,6 +21,7 @@ from dying_routers import EVERY_DRAWN, event
 
 from funitel.launcher.keeper.keeper import Keeper
 from funitel.proto.keeper.channel import listen
+from funitel.router.transport.takeover import MAX_TRIES
 from funitel_testing.servers import wait_until
 from funitel_testing.takeovers.raw import RawAnswer, RawConnection
 
@@ -28,6 +29,9 @@ SEND_BUFFER = 1 << 14  # that slow readers hold answers up
 NUM_EVENTS = 150
 PATIENCE_SECONDS = 60.0
 MOMENTS = (0.1, 0.8)  # seconds between two deaths, at random
+
+
+MANY = 1_000_000  # kills
 
 
 class Routers:
@@ -49,11 +53,11 @@ class Routers:
             )
         self._pid = 0
 
-    def start(self) -> None:
+    def start(self, max_tries: int = MAX_TRIES) -> None:
         """Start a router; one that runs hands over to it."""
         assert self._forking.stdin is not None
         assert self._forking.stdout is not None
-        self._forking.stdin.write(b"\n")
+        self._forking.stdin.write(b"%d\n" % max_tries)
         self._forking.stdin.flush()
         self._pid = int(self._forking.stdout.readline())
 
@@ -204,7 +208,8 @@ async def run(routers: Routers, *, kills: bool, seed: int) -> tuple[Clients, int
             await asyncio.wait([asking], timeout=moments.uniform(*MOMENTS))
             if kills:
                 routers.kill()
-            await asyncio.to_thread(routers.start)
+            # Here it is not the requests that end routers; handovers do not count.
+            await asyncio.to_thread(routers.start, MANY if kills else MAX_TRIES)
             num_ended += 1
         await asking
     return clients, num_ended

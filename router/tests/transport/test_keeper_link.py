@@ -146,15 +146,14 @@ async def test_another_router_gets_requests_facts_and_partial_input(deployment: 
     kept, client = await a_connection(deployment, router)
     other, _ = await a_connection(deployment, router)
     link = router.link
-    link.put_request(kept.id, 1, b"done")
+    link.put_request(kept.id, 1, b"done", {})
     link.put_facts(kept.id, 1, {"key": "a"})
     link.done(kept.id, 1, Settled(1, 4, 10))
-    link.put_request(kept.id, 2, BIG)
-    link.put_facts(kept.id, 2, {"key": "b", "seed": 1 << 63, "time": 0.1, "text": "é\ud800", "none": None})
+    link.put_request(kept.id, 2, BIG, {"key": "b", "seed": 1 << 63, "time": 0.1, "text": "é\ud800", "none": None})
     link.put_facts(kept.id, 2, {"head": [["a", "b"]], "seed": 5})
     link.put_partial(kept.id, b"GET / HT")
     link.release(other.id)
-    link.put_request(other.id, 1, b"too late")
+    link.put_request(other.id, 1, b"too late", {})
     router.end()
     after = await another(deployment)
     (left,) = after.left
@@ -175,7 +174,7 @@ async def test_what_was_put_survives_sigkill(deployment: Deployment) -> None:
         "from funitel.router.transport.keeper_link import KeeperLink\n"
         "def serve(kept):\n"
         "    for number in range(1, 51):\n"
-        "        link.put_request(kept.id, number, b'r' * number * 1000)\n"
+        "        link.put_request(kept.id, number, b'r' * number * 1000, {})\n"
         "        link.put_facts(kept.id, number, {'key': number})\n"
         "    kept.sock.send(b'told')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -254,12 +253,24 @@ async def test_facts_that_cannot_be_read_leave_a_request_without_any(
     deployment: Deployment, router: RouterSide, facts: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept, _ = await a_connection(deployment, router)
-    router.link.put_request(kept.id, 1, b"asked")
+    router.link.put_request(kept.id, 1, b"asked", {})
     router.link.put_facts(kept.id, 1, {"key": 1, "input_end": 5})
     router.link._send(Packet(Kind.FACTS, kept.id, 1, facts))
     router.end()
     (left,) = (await another(deployment)).left
     assert left.requests == [JournalledRequest(1, b"asked", {})]
+    assert "facts of request 1 in the journal cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("raw", [b"", b"\1\0", b"\1\0\0\0{asked", b"\xff\xff\xff\xff{}asked"])
+async def test_a_request_that_cannot_be_read_has_no_facts(
+    deployment: Deployment, router: RouterSide, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, _ = await a_connection(deployment, router)
+    router.link._send(Packet(Kind.REQUEST, kept.id, 1, raw))
+    router.end()
+    (left,) = (await another(deployment)).left
+    assert [(request.number, request.facts) for request in left.requests] == [(1, {})]
     assert "facts of request 1 in the journal cannot be read" in caplog.text
 
 
@@ -272,12 +283,12 @@ async def test_a_router_serves_on_and_feeds_the_next_keeper(
     (kept, client), (ended, leaving) = [await a_connection(deployment, router) for _ in range(2)]
     link = router.link
     for number in (1, 2):
-        link.put_request(kept.id, number, b"before")
+        link.put_request(kept.id, number, b"before", {})
         link.put_facts(kept.id, number, {"key": number})
     deployment.kill_keeper()
     kept.sock.sendall(b"one ")
     link.done(kept.id, 1, Settled(1, 6, 4))
-    link.put_request(kept.id, 3, BIG)
+    link.put_request(kept.id, 3, BIG, {})
     link.put_facts(kept.id, 3, {"key": 3})
     ended.sock.close()
     link.release(ended.id)
@@ -304,7 +315,7 @@ async def test_a_router_serves_on_and_feeds_the_next_keeper(
 async def test_many_keepers_may_end(deployment: Deployment, router: RouterSide) -> None:
     kept, _ = await a_connection(deployment, router)
     for number in range(1, 4):
-        router.link.put_request(kept.id, number, b"asked")
+        router.link.put_request(kept.id, number, b"asked", {})
         deployment.kill_keeper()
         deployment.start_keeper()
         await a_connection(deployment, router)
@@ -349,7 +360,7 @@ async def test_a_keeper_that_hangs_costs_a_moment(
     assert deployment.keeper is not None
     os.kill(deployment.keeper.pid, signal.SIGSTOP)
     try:
-        router.link.put_request(kept.id, 1, b"asked")
+        router.link.put_request(kept.id, 1, b"asked", {})
         count = 0
         while "received nothing for 0.1 s" not in caplog.text:
             router.link.put_facts(kept.id, 1, {str(count): "x" * 30_000})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-VERSION = 1  # of these messages, and of what routers write into the journal
+VERSION = 2  # of these messages, and of what routers write into the journal
 MAX_RAW_BYTES = 1 << 15  # in a packet; more travels as a file in memory
 
 
@@ -20,8 +20,8 @@ class Kind(IntEnum):
     # From a router
     HELLO = 1  # `RouterHello`
     READY = 2  # pass connections on to me from now on
-    REQUEST = 3  # the bytes of a request that is whole; from a keeper too
-    FACTS = 4  # facts of a request, a JSON object; from a keeper too
+    REQUEST = 3  # a `JournalledRequest` that is whole; from a keeper too
+    FACTS = 4  # further facts of a request, a JSON object; from a keeper too
     DONE = 5  # the answer was given to the kernel: forget the request
     RELEASE = 6  # the connection has ended
     ADOPT = 7  # a connection that an earlier keeper had; has a descriptor
@@ -78,7 +78,37 @@ class JournalledRequest:
     raw: bytes = b""
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def encode(self) -> bytes:
+        """Make the bytes of the packet."""
+        facts = json.dumps(self.facts).encode()
+        return b"%b%b%b" % (_LENGTH.pack(len(facts)), facts, self.raw)
 
+    @classmethod
+    def decode(cls, number: int, content: bytes) -> "JournalledRequest":
+        """Read the bytes of a packet; a request with facts that cannot be read has none."""
+        try:
+            (length,) = _LENGTH.unpack_from(content)
+        except struct.error:
+            return cls(number)
+        start = _LENGTH.size + length
+        found = cls(number, content[start:])
+        found.add(content[_LENGTH.size : start])
+        return found
+
+    def add(self, raw: bytes) -> bool:
+        """Add facts, the bytes of a packet; False, and no facts at all, where these cannot be read."""
+        try:
+            facts = json.loads(raw)
+        except ValueError:
+            facts = None
+        if isinstance(facts, dict):
+            self.facts |= facts
+            return True
+        self.facts.clear()
+        return False
+
+
+_LENGTH = struct.Struct("<I")  # of the facts in front of a request
 _HEAD = struct.Struct("<BQI?")  # kind, connection, number, whether the bytes are in a file
 
 

@@ -7,6 +7,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
+from funitel.router.api.common.handler import is_journalled
 from funitel.router.api.common.model_choice import ModelChoice
 from funitel.router.api.openapi import Pages
 from funitel.router.api.routes import operations, pages
@@ -36,6 +37,15 @@ def gated_routes(
     """Return the routes, and what writes their document; without `loads` there is one model, and none is chosen."""
     listed = operations(settings)
     return [_gated(operation, accounts, models, loads) for operation in listed], partial(pages, listed)
+
+
+def journalled_paths(settings: RouterSettings) -> frozenset[str]:
+    """The paths, without parameters, of requests that may be put into the journal before their handler begins."""
+    return frozenset(
+        operation.path
+        for operation in operations(settings)
+        if operation.method == "POST" and "{" not in operation.path and is_journalled(operation.handler)
+    )
 
 
 def _gated(operation: Operation, accounts: Accounts, models: ServedModels, loads: Loads | None) -> Route:

@@ -120,8 +120,9 @@ class HttpConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Remember which request is being answered: uvicorn knows the newest, which may wait behind it."""
         self._answered = cycle
-        if self._kept is not None:
-            self._kept.begin(cast(dict[str, Any], cycle.scope)[NUMBER])
+        scope = cast(dict[str, Any], cycle.scope)
+        if self._kept is not None and not self._is_journalled(scope):
+            self._kept.begin(scope[NUMBER])
         super()._start_asgi_task(cycle, app)
 
     def _tell_of_leaving(self) -> None:
@@ -379,7 +380,7 @@ class HttpConnection(HttpToolsProtocol):
             self._raw, self._num_raw = None, 0
 
     def _end_raw(self, kept: KeptConnection) -> None:
-        """Note that a request is whole; one that waits for others is put into the journal at once."""
+        """Note that a request is whole, and put it into the journal, unless its handler may have had an effect."""
         raw, scope = self._raw, cast(dict[str, Any], self.scope)
         self.keep_body(-self._num_raw)
         self._raw, self._num_raw = [], 0
@@ -387,8 +388,12 @@ class HttpConnection(HttpToolsProtocol):
         if raw is None or self.cycle.response_complete:
             return
         scope[WHOLE] = b"".join(raw)
-        if self.cycle is not self._answered:
+        if self.cycle is not self._answered or self._is_journalled(scope):
             kept.wait(scope[NUMBER], scope[WHOLE])
+
+    def _is_journalled(self, scope: Scope) -> bool:
+        """Whether a request has no effect before its handler puts it into the journal."""
+        return scope["method"] == "POST" and scope["path"] in self._connections.journalled_paths
 
     @property
     def has_unkept(self) -> bool:

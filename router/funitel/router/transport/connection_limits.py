@@ -7,6 +7,7 @@ import asyncio
 import logging
 import resource
 from collections import Counter, OrderedDict
+from collections.abc import Container
 
 from funitel.proto.errors import SettingsError
 from funitel.router.settings import RouterSettings
@@ -27,11 +28,15 @@ class Connections:
     """The open connections, at most `limit`.
 
     A connection without a request in flight is idle. At the limit the one that is idle for longest is disconnected for
-    an incoming one. `unread` and `bodies` are the memory budgets of all of them.
+    an incoming one. `unread` and `bodies` are the memory budgets of all of them. `journalled_paths` are those of POST
+    requests without any effect before their handler has put them into the journal.
     """
 
-    def __init__(self, limit: int, settings: RouterSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, limit: int, settings: RouterSettings, metrics: Metrics, journalled_paths: Container[str] = ()
+    ) -> None:
         self.limit = limit
+        self.journalled_paths = journalled_paths
         self.unread = MemoryBudget(settings.max_total_unread_bytes, "total_unread_bytes")
         self.bodies = MemoryBudget(settings.max_total_body_bytes, "total_body_bytes")
         self._metrics = metrics

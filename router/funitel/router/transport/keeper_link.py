@@ -107,7 +107,7 @@ class KeeperLink:
                 case _ if packet.connection not in found:
                     pass
                 case Kind.REQUEST:
-                    found[packet.connection].requests.append(JournalledRequest(packet.number, packet.raw))
+                    found[packet.connection].requests.append(_request_of(packet))
                 case Kind.FACTS if found[packet.connection].requests:
                     _add_facts(found[packet.connection].requests[-1], packet.raw)
                 case Kind.PARTIAL:
@@ -154,12 +154,12 @@ class KeeperLink:
         self._is_ready = True
         self._send(Packet(Kind.READY))
 
-    def put_request(self, connection: int, number: int, raw: bytes) -> None:
-        """Hand over the bytes of a request that is whole."""
+    def put_request(self, connection: int, number: int, raw: bytes, facts: dict[str, Any]) -> None:
+        """Hand over the bytes of a request that is whole, and facts of it."""
         live = self._live.get(connection)
         if live is not None:
-            live.requests[number] = JournalledRequest(number, raw)
-            self._send(Packet(Kind.REQUEST, connection, number, raw))
+            request = live.requests[number] = JournalledRequest(number, raw, facts.copy())
+            self._send(Packet(Kind.REQUEST, connection, number, request.encode()))
 
     def put_facts(self, connection: int, number: int, facts: dict[str, Any]) -> None:
         """Hand over facts of a request."""
@@ -256,8 +256,7 @@ class KeeperLink:
                 continue  # its transport has closed it, and releases it next
             say(Packet(Kind.ADOPT, connection, live.listener, live.settled, (live.sock.fileno(),)))
             for number, request in live.requests.items():
-                say(Packet(Kind.REQUEST, connection, number, request.raw))
-                say(Packet(Kind.FACTS, connection, number, json.dumps(request.facts).encode()))
+                say(Packet(Kind.REQUEST, connection, number, request.encode()))
         say(Packet(Kind.FED))
         if self._is_ready:
             say(Packet(Kind.READY))
@@ -278,14 +277,18 @@ class KeeperLink:
             self._channel = None
 
 
+def _request_of(packet: Packet) -> JournalledRequest:
+    request = JournalledRequest.decode(packet.number, packet.raw)
+    if not request.facts:
+        _note_unreadable(request)
+    return request
+
+
 def _add_facts(request: JournalledRequest, raw: bytes) -> None:
-    """Add facts; without any the request is not answered anew, which is right where some cannot be read."""
-    try:
-        facts = json.loads(raw)
-    except ValueError:
-        facts = None
-    if isinstance(facts, dict):
-        request.facts |= facts
-    else:
-        request.facts.clear()
-        logger.error("facts of request %d in the journal cannot be read: it is not taken over", request.number)
+    if not request.add(raw):
+        _note_unreadable(request)
+
+
+def _note_unreadable(request: JournalledRequest) -> None:
+    """Log that a request has no facts, and is not answered anew."""
+    logger.error("facts of request %d in the journal cannot be read: it is not taken over", request.number)

@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.05  # between two looks whether the bytes of an answer were given to the kernel
 START, INPUT_END, ANSWER, HEAD, UNKEPT_ANSWER = "start", "input_end", "answer", "head", "unkept"
-BEGUN = "begun"  # a fact of a request that had to wait for its turn
+BEGUN = "begun"  # a fact of a request that was in the journal before it may have had an effect
 
 
 class Keeping(Protocol):
     """What holds connections and journals beyond the life of this process."""
 
-    def put_request(self, connection: int, number: int, raw: bytes) -> None:
-        """Hand over the bytes of a request that is whole."""
+    def put_request(self, connection: int, number: int, raw: bytes, facts: dict[str, Any]) -> None:
+        """Hand over the bytes of a request that is whole, and facts of it."""
 
     def put_facts(self, connection: int, number: int, facts: dict[str, Any]) -> None:
         """Hand over facts of a request."""
@@ -152,8 +152,8 @@ class KeptConnection:
         self._known = known or {}
         self._begin = start, skip
         self._transport: KeptTransport | None = None
-        self._waiting = set(self._known)  # requests in the journal that wait for their turn
-        self._begun: set[int] = set()  # those that do so no longer, and were not kept yet
+        self._waiting = set(self._known)  # requests in the journal that had no effect yet
+        self._begun: set[int] = set()  # those that may have had one, and were not kept yet
         self._input_ends: dict[int, int] = {}  # of requests that are whole and not answered, by their numbers
         self._last = settled  # once all that is undone is done
         self._undone: list[tuple[Settled, AnswerJournal | None]] = []  # of answers that were written to the transport
@@ -180,37 +180,38 @@ class KeptConnection:
             self._input_ends[number] = self.num_input
 
     def wait(self, number: int, raw: bytes) -> None:
-        """Put a request into the journal that is whole and waits for its turn: nothing depends on it yet."""
+        """Put a request into the journal that is whole: nothing depends on it yet."""
         if number not in self._known:
             self._waiting.add(number)
-            self._put(number, raw, {INPUT_END: self._input_ends[number]})
+            self._keeper.put_request(self.id, number, raw, {INPUT_END: self._input_ends[number]})
 
     def begin(self, number: int) -> None:
-        """Note that the turn of a request has come: what it does may not be done twice, unless it is kept."""
+        """Note that a request may have an effect from now on, and may not be run twice, unless it is kept."""
         if number in self._waiting and KEY not in self.facts_of(number):
             self._waiting.discard(number)
             self._begun.add(number)
             self._keeper.put_facts(self.id, number, {BEGUN: True})
 
     def is_waiting(self, number: int) -> bool:
-        """Whether a request in the journal waits for its turn."""
+        """Whether a request in the journal had no effect yet."""
         return number in self._waiting
 
     def keep(self, number: int, raw: bytes) -> AnswerJournal:
         """Put a request into the journal; or find it there."""
         assert self._transport is not None, "there is a transport while a request is answered"
         known = self._known.pop(number, {})
+        is_in_journal = number in self._waiting or number in self._begun
         self._waiting.discard(number)
+        self._begun.discard(number)
         if KEY in known:
             self._newest = AnswerJournal(known[KEY], known, self._putting(number), self._transport, is_replayed=True)
             return self._newest
         key = secrets.token_hex(12)
         facts = {KEY: key, INPUT_END: self._input_ends.get(number, self.num_input)}
-        if number in self._begun:
-            self._begun.discard(number)
+        if is_in_journal:
             self._keeper.put_facts(self.id, number, facts)
         else:
-            self._put(number, raw, facts)
+            self._keeper.put_request(self.id, number, raw, facts)
         self._newest = AnswerJournal(key, facts, self._putting(number), self._transport, is_replayed=False)
         return self._newest
 
@@ -224,12 +225,9 @@ class KeptConnection:
         self._waiting.discard(number)
         self._begun.discard(number)
         end = self._input_ends.get(number, self.num_input)
-        self._put(number, b"", {UNKEPT_ANSWER: True, START: self._transport.written, INPUT_END: end})
+        facts = {UNKEPT_ANSWER: True, START: self._transport.written, INPUT_END: end}
+        self._keeper.put_request(self.id, number, b"", facts)
         return self._transport.skip == 0
-
-    def _put(self, number: int, raw: bytes, facts: dict[str, Any]) -> None:
-        self._keeper.put_request(self.id, number, raw)
-        self._keeper.put_facts(self.id, number, facts)
 
     def _putting(self, number: int) -> Callable[[dict[str, Any]], None]:
         return lambda facts: self._keeper.put_facts(self.id, number, facts)

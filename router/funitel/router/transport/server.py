@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         self._accepts_early = settings.accepts_early
         self._telling: asyncio.Task[None] | None = None
         self._handshake_seconds = settings.header_timeout_seconds
-        connections = Connections(max_connections, settings, self._service.metrics)
+        connections = Connections(max_connections, settings, self._service.metrics, app.state.journalled_paths)
         protocol = partial(HttpConnection, connections, settings)
         super().__init__(uvicorn_config(app, protocol, https))
         self._takeover = keeper

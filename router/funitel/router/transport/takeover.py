@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes for each client that does not read
 YIELD_SECONDS = 1.0  # for answers that are not in the journal, before this router hands over
 MAX_TRIES = 10  # routers in a row that may end soon while they answer a request: it may be what ends them
-STEADY_SECONDS = 10.0  # that a router lives, so that its end counts for none of its requests
+STEADY_SECONDS = 10.0  # that a router lives, so that its end counts for none of its requests; nor does a handover
 TRIES = "tries"  # a fact of a request: how many routers have taken it over in a row
 LOOK_SECONDS = 0.005
 
@@ -60,6 +60,7 @@ class Takeover:
         self._connect: Callable[..., Any] = lambda **_: None
         self._tls: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tried: list[tuple[int, int]] = []  # requests that were taken over, by connection and number
 
     def connect(self) -> None:
         """Greet the keeper; an earlier router ends. Raises StartupError where there is no keeper of this version."""
@@ -95,6 +96,7 @@ class Takeover:
             journals += [each[KEY] for each in facts if KEY in each and ANSWER not in each]
         if left:
             logger.info("took over connections=%d requests=%d", len(left), num_requests)
+            asyncio.get_running_loop().call_later(STEADY_SECONDS, self._forget_tries)
         self._link.on_connection = self._take
         self._link.on_yield = lambda: self._start(self._hand_over())
         self._link.watch(asyncio.get_running_loop())
@@ -138,13 +140,17 @@ class Takeover:
         return num_requests
 
     def _count_tries(self, kept: KeptSocket, num_requests: int) -> None:
-        """Note that another router answers these requests; the count starts again once this one has lived for long."""
+        """Note that another router answers these requests."""
         for request in kept.requests[:num_requests]:
             request.facts[TRIES] = request.facts.get(TRIES, 0) + 1
             self._link.put_facts(kept.id, request.number, {TRIES: request.facts[TRIES]})
-            asyncio.get_running_loop().call_later(
-                STEADY_SECONDS, self._link.put_facts, kept.id, request.number, {TRIES: 0}
-            )
+            self._tried.append((kept.id, request.number))
+
+    def _forget_tries(self) -> None:
+        """Start the counts again: this router has lived for long, or hands over; no request has ended it."""
+        tried, self._tried = self._tried, []
+        for connection, number in tried:
+            self._link.put_facts(connection, number, {TRIES: 0})
 
     async def _hand_over(self) -> NoReturn:
         """End this router, once what is not in the journal was answered: another one takes over."""
@@ -155,6 +161,7 @@ class Takeover:
             await asyncio.sleep(LOOK_SECONDS)
         for connection in self._connections():
             connection.hand_over()
+        self._forget_tries()
         logging.shutdown()
         os._exit(0)
 

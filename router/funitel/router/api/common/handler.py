@@ -34,6 +34,7 @@ from funitel.router.transport.sse import EventStream
 B = TypeVar("B", bound=Body)
 
 _COUNTED = "funitel.counted"
+_JOURNALLED = "is_journalled"  # an attribute of a handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,20 @@ def counted_route(handler: Handler) -> Handler:
     return counted
 
 
+def journalled(handler: Handler) -> Handler:
+    """Mark a handler that puts its requests into the journal before they have any effect.
+
+    A request that another router finds without a trace of this handler is answered as a new one.
+    """
+    setattr(handler, _JOURNALLED, True)
+    return handler
+
+
+def is_journalled(handler: Handler) -> bool:
+    """Whether a handler is marked so, or one that it wraps."""
+    return bool(getattr(handler, _JOURNALLED, False))
+
+
 def generation_route(handler: IncomingHandler) -> Handler:
     """Ask the engine's admission about the requests of a handler, and count them."""
 
@@ -106,7 +121,7 @@ def generation_route(handler: IncomingHandler) -> Handler:
         service.check_writes()
         return await _admitted(request, service, service.engine, handler)
 
-    return counted_route(wraps(handler)(admitted))
+    return counted_route(journalled(wraps(handler)(admitted)))
 
 
 def upload_route(handler: IncomingHandler) -> Handler:
@@ -117,7 +132,7 @@ def upload_route(handler: IncomingHandler) -> Handler:
         assert service.audio is not None, "WrongTask is raised where none is served"
         return await _admitted(request, service, service.engine, handler, is_upload=True)
 
-    return counted_route(wraps(handler)(admitted))
+    return counted_route(journalled(wraps(handler)(admitted)))
 
 
 def encoder_route(handler: IncomingHandler) -> Handler:
@@ -127,7 +142,7 @@ def encoder_route(handler: IncomingHandler) -> Handler:
         service = service_of(request)
         return await _admitted(request, service, service.encoder.engine, handler)
 
-    return counted_route(wraps(handler)(admitted))
+    return counted_route(journalled(wraps(handler)(admitted)))
 
 
 def reading_route(handler: IncomingHandler) -> Handler:
@@ -138,7 +153,7 @@ def reading_route(handler: IncomingHandler) -> Handler:
         service = service_of(request)
         return await _admitted(request, service, service.tokenize_limit, handler)
 
-    return admitted
+    return journalled(admitted)
 
 
 async def _admitted(
