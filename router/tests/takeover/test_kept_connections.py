@@ -48,7 +48,7 @@ class App:
     def __init__(self) -> None:
         self.limit = asyncio.Condition()
         self.num_allowed = 0
-        self.num_runs = 0
+        self.num_runs = self.num_ended = 0
         self.keep_alive_seconds = 60.0
         self.fails_at: int | None = None
         self.holds = asyncio.Event()  # answers that are not kept
@@ -88,6 +88,7 @@ class App:
                 await self.holds.wait()
                 answer = PlainTextResponse(b"plain " + body)
         await answer(scope, receive, send)
+        self.num_ended += 1
 
     async def _parts(self) -> Any:
         for number in range(2):
@@ -203,6 +204,13 @@ async def has_run(app: App) -> None:
 
     await eventually(run, "the application runs")
     await asyncio.sleep(0)
+
+
+def has_ended(app: App) -> Callable[[], Awaitable[bool]]:
+    async def ended() -> bool:
+        return app.num_ended == app.num_runs
+
+    return ended
 
 
 async def has_come(sockets: KeptSockets, count: int) -> None:
@@ -692,6 +700,23 @@ async def test_an_answer_that_is_not_kept_and_was_begun_cannot_go_on() -> None:
         await sockets.die()
         with pytest.raises(Lost, match="bytes more than those of answers in the journal"):
             await sockets.start()
+
+
+@pytest.mark.parametrize("path", ["late", "plain"])
+async def test_a_client_that_leaves_before_its_answer_begins_is_no_error(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App()
+    app.holds.clear()
+    async with kept_sockets(app) as sockets:
+        sockets.client.send(post(path))
+        await has_run(app)
+        sockets.client.close()
+        await eventually(released(sockets), "the connection is released")
+        app.holds.set()
+        await app.allow(NUM_EVENTS)
+        await eventually(has_ended(app), "the answer has ended")
+    assert not caplog.records, caplog.text
 
 
 async def test_a_client_that_has_left_meanwhile_costs_nothing() -> None:

@@ -28,7 +28,7 @@ class KeepingClient(Protocol):
         """Whether it does."""
 
     def keep(self, scope: Scope) -> RequestJournal:
-        """Put the request of a scope into the journal."""
+        """Put the request of a scope into the journal; UNKEPT once the client has left."""
 
     def begin_unkept(self, scope: Scope) -> bool:
         """Note that the answer of a request begins that is not in the journal; False if it may not."""
@@ -48,7 +48,9 @@ def keep(scope: Scope) -> RequestJournal:
     client = client_of(scope)
     if client is None or WHOLE not in scope:
         return UNKEPT
-    journal = scope[JOURNAL] = client.keep(scope)
+    journal = client.keep(scope)
+    if journal is not UNKEPT:
+        scope[JOURNAL] = journal
     return journal
 
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from funitel.router.core.journal import KEY, KeptJournal
+from funitel.router.core.journal import KEY, UNKEPT, KeptJournal, RequestJournal
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +196,10 @@ class KeptConnection:
         """Whether a request in the journal had no effect yet."""
         return number in self._waiting
 
-    def keep(self, number: int, raw: bytes) -> AnswerJournal:
-        """Put a request into the journal; or find it there."""
-        assert self._transport is not None, "there is a transport while a request is answered"
+    def keep(self, number: int, raw: bytes) -> RequestJournal:
+        """Put a request into the journal; or find it there. Nothing is kept once the connection has ended."""
+        if self._transport is None:
+            return UNKEPT
         known = self._known.pop(number, {})
         is_in_journal = number in self._waiting or number in self._begun
         self._waiting.discard(number)
@@ -220,7 +221,8 @@ class KeptConnection:
 
         False if its client has bytes of another answer to it.
         """
-        assert self._transport is not None, "there is a transport while a request is answered"
+        if self._transport is None:
+            return True  # nothing of it is sent
         self._known.pop(number, None)
         self._waiting.discard(number)
         self._begun.discard(number)
