@@ -27,46 +27,52 @@ class Kill:
     ends: frozenset[str]
 
 
-async def _shard(scene: Launched) -> None:
+async def kill_shard(scene: Launched) -> None:
+    """The first one."""
     os.kill(scene.server.shard_pids()[0], signal.SIGKILL)
 
 
-async def _router(scene: Launched) -> None:
+async def kill_router(scene: Launched) -> None:
+    """The router, which the launcher starts again."""
     os.kill(scene.server.router_pid(), signal.SIGKILL)
 
 
-async def _keeper(scene: Launched) -> None:
+async def kill_keeper(scene: Launched) -> None:
+    """The keeper, which the launcher starts again."""
     os.kill(scene.server.keeper_pid(), signal.SIGKILL)
 
 
-async def _launcher(scene: Launched) -> None:
+async def kill_launcher(scene: Launched) -> None:
+    """The launcher; another one is started, as an init system does."""
     scene.server.kill_launcher()
     await asyncio.to_thread(scene.server.relaunch)
 
 
-async def _router_and_shards(scene: Launched) -> None:
+async def kill_router_and_shards(scene: Launched) -> None:
+    """The router and every shard, at once."""
     for pid in (scene.server.router_pid(), *scene.server.shard_pids()):
         os.kill(pid, signal.SIGKILL)
 
 
-async def _grammar_workers(scene: Launched) -> None:
+async def _kill_grammar_workers(scene: Launched) -> None:
     for pid in scene.grammar_workers():
         os.kill(pid, signal.SIGKILL)
 
 
-async def _replacement(scene: Launched) -> None:
+async def replace_router(scene: Launched) -> None:
+    """Have the launcher replace the router in place."""
     router = scene.server.router_pid()
     scene.server.process.send_signal(signal.SIGUSR2)
     await asyncio.to_thread(wait_until, lambda: router not in scene.server.router_pids(), REPLACED_SECONDS)
 
 
-SHARD = Kill("shard", _shard, frozenset({"shards"}))
+SHARD = Kill("shard", kill_shard, frozenset({"shards"}))
 EVERY_KIND: Sequence[Kill] = (
     SHARD,
-    Kill("router", _router, frozenset({"router", "workers"})),
-    Kill("keeper", _keeper, frozenset({"keeper"})),
-    Kill("launcher", _launcher, frozenset({"launcher"})),
-    Kill("router and shards at once", _router_and_shards, frozenset({"router", "shards", "workers"})),
-    Kill("grammar processes", _grammar_workers, frozenset({"workers"})),
-    Kill("replacement of the router", _replacement, frozenset({"router", "workers"})),
+    Kill("router", kill_router, frozenset({"router", "workers"})),
+    Kill("keeper", kill_keeper, frozenset({"keeper"})),
+    Kill("launcher", kill_launcher, frozenset({"launcher"})),
+    Kill("router and shards at once", kill_router_and_shards, frozenset({"router", "shards", "workers"})),
+    Kill("grammar processes", _kill_grammar_workers, frozenset({"workers"})),
+    Kill("replacement of the router", replace_router, frozenset({"router", "workers"})),
 )

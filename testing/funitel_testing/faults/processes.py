@@ -5,24 +5,19 @@ import os
 import signal
 import time
 
+from funitel_testing.faults.kills import (
+    kill_keeper,
+    kill_launcher,
+    kill_router,
+    kill_router_and_shards,
+    kill_shard,
+    replace_router,
+)
 from funitel_testing.faults.scenes import BOUND_SECONDS, ONE, PAIR, TWO_RANKS, ByHand, Launched, by_hand
 from funitel_testing.faults.table import Cost, Fault
 from funitel_testing.servers import alive, wait_until
 
 SHORT_STOP_SECONDS = 2.0  # well below the bound
-
-
-async def _kill_launcher(scene: Launched) -> None:
-    scene.server.kill_launcher()
-    await asyncio.to_thread(scene.server.relaunch)
-
-
-async def _kill_router(scene: Launched) -> None:
-    os.kill(scene.server.router_pid(), signal.SIGKILL)
-
-
-async def _kill_shard(scene: Launched) -> None:
-    os.kill(scene.server.shard_pids()[0], signal.SIGKILL)
 
 
 async def _kill_last_shard(scene: Launched) -> None:
@@ -68,7 +63,7 @@ FAULTS = (
         cost=Cost.NOTHING,
         why="it is started again, and its streams wait",
         scene=ONE,
-        strike=_kill_shard,
+        strike=kill_shard,
         is_wearing=True,
     ),
     Fault(
@@ -85,7 +80,7 @@ FAULTS = (
         cost=Cost.NOTHING,
         why="the other replica goes on with what it had",
         scene=PAIR,
-        strike=_kill_shard,
+        strike=kill_shard,
         is_wearing=True,
     ),
     Fault(
@@ -115,25 +110,47 @@ FAULTS = (
         cost=Cost.NOTHING,
         why="its children go on, and the next launcher adopts them",
         scene=PAIR,
-        strike=_kill_launcher,
+        strike=kill_launcher,
     ),
     Fault(
         name="kill -9 of the router",
         cost=Cost.NOTHING,
         why="it is started again, and takes over connections and sequences",
         scene=PAIR,
-        strike=_kill_router,
+        strike=kill_router,
     ),
     Fault(
-        name="kill -9 of a router with shards of their own",
+        name="replacement of the router by SIGUSR2",
+        cost=Cost.NOTHING,
+        why="the next one takes over from it",
+        scene=PAIR,
+        strike=replace_router,
+    ),
+    Fault(
+        name="kill -9 of the keeper",
+        cost=Cost.NOTHING,
+        why="the router has the connections too, and gives them to the next keeper",
+        scene=PAIR,
+        strike=kill_keeper,
+    ),
+    Fault(
+        name="kill -9 of the router and of the only shard at once",
+        cost=Cost.NOTHING,
+        why="both are started again; sequences are computed again by their tokens",
+        scene=ONE,
+        strike=kill_router_and_shards,
+        is_wearing=True,
+    ),
+    Fault(
+        name="kill -9 of a router without a keeper, as with its host; the shards have other hosts",
         cost=Cost.IN_FLIGHT,
-        why="it holds the connections; the shards serve the next router",
+        why="the connections end with it; the shards serve the next router, which knows none of its streams",
         scene=by_hand,
         strike=_kill_router_alone,
         is_away=True,
     ),
     Fault(
-        name="restart of such a router by SIGTERM",
+        name="restart of a router without a keeper by SIGTERM",
         cost=Cost.NOTHING,
         why="it drains; requests that come meanwhile find no server and are repeated",
         scene=by_hand,
