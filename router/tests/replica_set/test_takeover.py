@@ -20,7 +20,7 @@ from funitel.router.core.request import Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.replica_set.kept_sequences import journal_key
 from funitel.router.replica_set.replica_set import ReplicaSet
-from funitel.router.serving.run import in_step_order
+from funitel.router.serving.round_robin import RoundRobin
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.takeovers.routers import abandon
@@ -342,10 +342,11 @@ class Delivered:
     def of(cls, fleet: ReplicaSet, siblings: list[Request]) -> "Delivered":
         streams = [fleet.submit(each) for each in siblings]
         made = cls(len(streams))
-        for place, generation in in_step_order([stream.take_recorded() for stream in streams]):
-            made.take(place, generation)
+        give = RoundRobin(len(streams), made.take).put
         for place, stream in enumerate(streams):
-            stream.listen(partial(lambda place, event, _: made.take(place, event), place))
+            for each in stream.take_recorded():
+                give(place, each.generation)
+            stream.listen(partial(lambda place, event, _: give(place, event), place))
         return made
 
     def take(self, place: int, event: Any) -> None:

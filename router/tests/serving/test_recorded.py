@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from fakes import FakeEngine
-from hypothesis import given
-from hypothesis import strategies as st
 
 from funitel.proto.errors import FunitelError
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
@@ -19,7 +17,7 @@ from funitel.router.core.request import Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
-from funitel.router.serving.run import collect_all, in_step_order, run_all
+from funitel.router.serving.run import collect_all, run_all
 from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.settings import RouterSettings
@@ -71,25 +69,6 @@ def journalled(context: request_context.RequestContext, *, is_replayed: bool, **
     journal = KeptJournal("key", dict(known), lambda facts: None, is_replayed=is_replayed)
     context.journal = journal
     return journal
-
-
-def test_generations_of_a_step_come_by_the_ids_of_their_rows() -> None:
-    first = [made(1, 5, 10), made(2, 5, 11), made(4, 9, 12)]  # preempted, and on another replica since
-    second = [made(1, 3, 20), made(2, 6, 21), made(4, 6, 22)]
-    found = in_step_order([first, second])
-    assert [(place, generation.tokens.ids[0]) for place, generation in found] == [
-        *((1, 20), (0, 10)),
-        *((0, 11), (1, 21)),
-        *((1, 22), (0, 12)),
-    ]
-
-
-@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=9), max_size=4))
-def test_each_stream_stays_in_order_whatever_steps_were_counted(streams: list[list[tuple[int, int]]]) -> None:
-    recorded = [[made(step, row, i) for i, (step, row) in enumerate(each)] for each in streams]
-    found = in_step_order(recorded)
-    for place, steps in enumerate(recorded):
-        assert [generation for at, generation in found if at == place] == [each.generation for each in steps]
 
 
 async def test_siblings_go_on_behind_what_an_earlier_router_has_got(

@@ -99,18 +99,14 @@ class _Run:
         return self._journal.draw(name, lambda: 0) if self._journal.knows(name) else None
 
     def _take_recorded(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> None:
-        """Take what an earlier router has got, in the order in which it was made; its latencies were observed there."""
-        recorded = [
-            _first_tokens(stream.take_recorded(), self._aborted_after(job))
-            for job, stream in zip(jobs, streams, strict=True)
-        ]
+        """Take what an earlier router has got; its latencies were observed there."""
         now = time.monotonic()
-        for place, generation in in_step_order(recorded):
-            job = jobs[place]
-            if job.latest_token is None:
-                self._note_cached(job, streams[place])
-            job.latest_token = now
-            self._give(place, generation)
+        for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
+            for each in _first_tokens(stream.take_recorded(), self._aborted_after(job)):
+                if job.latest_token is None:
+                    self._note_cached(job, stream)
+                job.latest_token = now
+                self._give(place, each.generation)
 
     def _note_cached(self, job: GenerationJob, stream: TokenStream) -> None:
         """Note the cached tokens of a prompt with the first token: a fact, which also says that there was one."""
@@ -164,22 +160,6 @@ class _Run:
 
 def _cached_fact(request: Request) -> str:
     return f"cached.{request.output_key}"
-
-
-def in_step_order(recorded: Sequence[Sequence[OutputStep]]) -> list[tuple[int, Generation]]:
-    """The generations of several streams in the order in which they were made, each with the place of its stream.
-
-    Those of one step come by ascending ids of their rows, as an engine delivers them. Those of one stream stay in
-    order, also where another replica has begun to count steps anew.
-    """
-    found = []
-    for place, steps in enumerate(recorded):
-        latest = 0, 0
-        for each in steps:
-            latest = max(latest, (each.step, each.generation.request_id))
-            found.append((latest, place, each.generation))
-    found.sort(key=lambda each: each[:2])
-    return [(place, generation) for _, place, generation in found]
 
 
 def _aborted(job: GenerationJob) -> str:
