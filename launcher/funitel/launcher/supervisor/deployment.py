@@ -84,11 +84,10 @@ class Deployment:
         self._router_environ = router_environ(settings, environ)
         self._sockets = sockets
         self._folder: Path | None = None
-        keeper = sockets.keeper
         self._router = ServingRouter(
             self._make_router,
             settings.max_restarts,
-            None if keeper is None else keeper.until_listening,
+            sockets.keeper,
             children.on_change,
         )
 
@@ -112,10 +111,22 @@ class Deployment:
             replica.load(folder)
         if not is_first:
             await self._start_shards()
+        try:
+            await self._start_router(is_first=is_first)
+        except FunitelError:
+            if not self._router.is_refused:
+                raise
+            self._router.current = None
+            await self._guarded(self._until_answered(self._probes()))  # no connection is accepted from here on
+            await self._router.replace_keeper()
+            await self._start_router(is_first=is_first)
+        self.is_ready = True
+
+    async def _start_router(self, *, is_first: bool) -> None:
+        """Start the router, and return once it is ready; raises ShardFailed, FunitelError where a child has ended."""
         read_end = await self._router.start(accepts_early=is_first)
         with os.fdopen(read_end, "rb", buffering=0) as ready:
             await self._guarded(self._until_ready(ready.fileno(), is_first=is_first))
-        self.is_ready = True
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -188,7 +199,7 @@ class Deployment:
         finally:
             told.cancel()
 
-    async def _until_answered(self, probes: dict[Child, Probe], told: "asyncio.Task[None]") -> None:
+    async def _until_answered(self, probes: dict[Child, Probe], told: "asyncio.Task[None] | None" = None) -> None:
         """Return when every health check succeeds; they are made again in intervals, and once the router is ready.
 
         Those that do not succeed are logged every ten seconds.
@@ -199,7 +210,10 @@ class Deployment:
             if now - last_logged >= WAITING_SECONDS:
                 last_logged = now
                 logger.info("waiting for %s since %.0f s", ", ".join(c.name for c in probes), now - started)
-            await (asyncio.sleep(POLL_SECONDS) if told.done() else asyncio.wait({told}, timeout=POLL_SECONDS))
+            if told is None or told.done():
+                await asyncio.sleep(POLL_SECONDS)
+            else:
+                await asyncio.wait({told}, timeout=POLL_SECONDS)
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         """The result of `work`; the end of a child meanwhile is an error."""

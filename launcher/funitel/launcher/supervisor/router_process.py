@@ -4,11 +4,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from funitel.launcher.processes.restart_policy import STEADY_ROUTER_SECONDS, RestartPolicy
+from funitel.launcher.supervisor.keeper_process import KeeperProcess
 from funitel.launcher.supervisor.process import Child
+from funitel.proto.errors import OtherKeeper
+from funitel.proto.keeper.messages import FINISHED_CODE
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class ServingRouter:
         self,
         make: MakeRouter,
         max_restarts: int,
-        until_keeper_listens: Callable[[], Awaitable[None]] | None = None,
+        keeper: KeeperProcess | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the router.
@@ -37,15 +40,16 @@ class ServingRouter:
         Args:
             make: describes a process.
             max_restarts: in a row.
-            until_keeper_listens: waits for the keeper; without one the router is not started again.
+            keeper: of its connections; without one the router is not started again.
             on_change: called after a change of `processes`.
         """
         self.current: Child | None = None
         self._make = make
         self._max_restarts = max_restarts
-        self._until_keeper_listens = until_keeper_listens
+        self._keeper = keeper
         self._on_change = on_change
         self._replacement: Child | None = None
+        self._finishing: Child | None = None  # without a keeper, before another one can be started
         self._replace_requested = asyncio.Event()
         self._is_ending = False
 
@@ -56,14 +60,25 @@ class ServingRouter:
         return self.current
 
     @property
+    def is_refused(self) -> bool:
+        """Whether its process has ended because the keeper is of another version."""
+        return self.current is not None and self.current.has_exited and self.current.code == OtherKeeper.exit_code
+
+    @property
+    def _has_finished(self) -> bool:
+        """Whether its process has ended because the next keeper is of another version, after its last connection."""
+        code = self.running.code
+        return code == FINISHED_CODE or (self.running is self._finishing and code is None)
+
+    @property
     def processes(self) -> list[Child]:
         """All of its processes: two during a replacement."""
         return [child for child in (self.current, self._replacement) if child is not None]
 
     async def start(self, *, accepts_early: bool) -> int:
         """Start the first process; returns the descriptor, the caller's, that can be read once it is ready."""
-        if self._until_keeper_listens is not None:
-            await self._until_keeper_listens()
+        if self._keeper is not None:
+            await self._keeper.until_listening()
         with self._ready_pipe() as (read_end, write_end):
             child = self._make(write_end, accepts_early)
             await child.start()
@@ -91,15 +106,20 @@ class ServingRouter:
 
     def request_replacement(self) -> None:
         """Have another process take over, if there is a keeper; the current one serves until then."""
-        if self._until_keeper_listens is None:
+        if self._keeper is None:
             logger.error("without --keeper true the router cannot be replaced")
         else:
             self._replace_requested.set()
 
+    async def replace_keeper(self) -> None:
+        """Have the keeper replaced by one of the installed version."""
+        assert self._keeper is not None, "it has refused a router"
+        await self._keeper.replace()
+
     async def serve(self) -> str:
         """Start the router again whenever it ends, and replace it when asked to; returns the reason of the last end."""
         restarts = RestartPolicy(self._max_restarts, STEADY_ROUTER_SECONDS)
-        ready = time.monotonic()
+        ready, was_refused = time.monotonic(), False
         while True:
             requested = asyncio.create_task(self._replace_requested.wait())
             await asyncio.wait({self.running.exited, requested}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,16 +129,24 @@ class ServingRouter:
                 await self._replace()
                 continue
             reason, ended = self.running.exit_reason(), time.monotonic()
-            if self._is_ending or self._until_keeper_listens is None:
+            if self._is_ending or self._keeper is None:
                 return reason
-            delay = restarts.delay_after(ended - ready)
-            if delay is None:
-                return reason + (f"; restarted {self._max_restarts} times in a row" if self._max_restarts else "")
-            count = f"restart {restarts.num_in_a_row} of {self._max_restarts}"
-            logger.error("%s; %s in %g s", reason, count, delay)
-            await asyncio.sleep(delay)
+            is_refused = self.is_refused and not was_refused
+            if is_refused:
+                count = "beside another keeper"
+                await self.replace_keeper()
+            elif self._has_finished:
+                count = "beside another keeper"
+                logger.info("the router has finished its connections")
+            else:
+                delay = restarts.delay_after(ended - ready)
+                if delay is None:
+                    return reason + (f"; restarted {self._max_restarts} times in a row" if self._max_restarts else "")
+                count = f"restart {restarts.num_in_a_row} of {self._max_restarts}"
+                logger.error("%s; %s in %g s", reason, count, delay)
+                await asyncio.sleep(delay)
             await self._start_again(ended, count)
-            ready = time.monotonic()
+            ready, was_refused = time.monotonic(), is_refused
 
     async def _start_again(self, ended: float, count: str) -> None:
         """Start another process, and wait until it serves or ends."""
@@ -141,6 +169,10 @@ class ServingRouter:
         try:
             await asyncio.wait({fresh.exited, old.exited}, return_when=asyncio.FIRST_COMPLETED)
             self._replacement = None
+            if fresh.has_exited and not old.has_exited and fresh.code == OtherKeeper.exit_code:
+                self._finishing = old
+                await self.replace_keeper()
+                return
             if fresh.has_exited and not old.has_exited:
                 logger.error("the router was not replaced, it serves on: %s", fresh.exit_reason())
                 return

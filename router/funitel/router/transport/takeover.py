@@ -54,6 +54,7 @@ class Takeover:
     """
 
     def __init__(self, path: str, generation: int) -> None:
+        self.on_refused: Callable[[], None] = lambda: None  # by the next keeper; to be set before `begin`
         self._path = path
         self._generation = generation
         self._left: list[KeptSocket] = []  # connections of an earlier router
@@ -62,7 +63,7 @@ class Takeover:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connect(self) -> None:
-        """Greet the keeper; an earlier router ends. Raises StartupError where there is no keeper of this version."""
+        """Greet the keeper; an earlier router ends. Raises OtherKeeper, or StartupError where there is no keeper."""
         self._link, self._left = KeeperLink.connect(self._path, self._generation)
 
     def close(self) -> None:
@@ -97,6 +98,7 @@ class Takeover:
             logger.info("took over connections=%d requests=%d", len(left), num_requests)
         self._link.on_connection = self._take
         self._link.on_yield = lambda: self._start(self._hand_over())
+        self._link.on_refused = self.on_refused
         self._link.watch(asyncio.get_running_loop())
         self._link.ready()
         return journals
