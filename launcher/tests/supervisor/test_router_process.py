@@ -279,3 +279,68 @@ def test_an_adopted_keeper_leaves_the_port_open(launch: Launch, version: Path, t
     second.send(signal.SIGTERM)
     assert second.wait() == 0
     assert "\nerror:" not in second.stderr
+
+
+# A router that dies while it finishes its requests
+
+
+def test_another_router_finishes_what_one_has_left(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"router": {"drains_past": ["router", "sigterm", 2]}}).until_ready()
+    router = launched.answering()
+    launched.send(signal.SIGTERM)
+    launched.until("router sigterm")
+    os.kill(router, signal.SIGKILL)
+    assert launched.wait() == 0
+    ends = [launched.events.index(event) for event in ("router stopped", "shard-0 sigterm", "keeper stopped")]
+    assert ends == sorted(ends), "it finishes before anything else ends"
+    assert launched.events.count("router ready") == launched.events.count("router sigterm") == 2
+    said = "router exited with code -9 (killed by SIGKILL); another router takes over, to finish its requests"
+    assert said in launched.stderr
+    launched.assert_nothing_left()
+
+
+def test_routers_that_die_again_and_again_end_the_drain(launch: Launch) -> None:
+    fake = {"router": {"drains": 60}, "launcher": {"supervisor.router_process.MAX_LAST_RESTARTS": 1}}
+    launched = launch(*ONE, fake=fake).until_ready()
+    launched.send(signal.SIGTERM)
+    for count in (1, 2):
+        launched.until("router sigterm", count)
+        os.kill(launched.of("router", "sigterm")[-1]["pid"], signal.SIGKILL)
+    assert launched.wait() == 0
+    assert launched.events.count("router start") == 2
+    launched.assert_nothing_left()
+
+
+def test_no_router_follows_where_every_process_is_to_be_killed(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"router": {"drains": 60}}).until_ready()
+    for _ in range(2):
+        launched.send(signal.SIGINT)
+        launched.until("router sigterm")
+    assert launched.wait() == 0
+    assert launched.events.count("router start") == 1
+    launched.assert_nothing_left()
+
+
+def test_another_router_finishes_after_an_upgrade(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"router": {"drains_past": ["router", "sigusr1", 2]}}).until_ready()
+    router = launched.answering()
+    launched.send(signal.SIGHUP)
+    launched.until("router sigusr1")
+    os.kill(router, signal.SIGKILL)
+    launched.until_said("the deployment before the upgrade has ended")
+    assert launched.events.count("router start") == 3
+    assert launched.answering() == launched.of("router", "ready")[1]["pid"]
+    ended_well(launched)
+
+
+def test_one_router_finishes_where_a_stop_follows_an_upgrade(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"router": {"drains_past": ["router", "sigterm", 3]}}).until_ready()
+    router = launched.answering()
+    launched.send(signal.SIGHUP)
+    launched.until("router sigusr1")
+    launched.send(signal.SIGTERM)
+    launched.until("router sigterm", 2)  # of both deployments
+    os.kill(router, signal.SIGKILL)
+    assert launched.wait() == 0
+    assert launched.events.count("router start") == 3
+    launched.assert_nothing_left()

@@ -264,17 +264,18 @@ class Deployment:
 
     async def drain(self, watching: "asyncio.Task[None]") -> None:
         """Let the router finish its requests, then stop everything; another deployment takes new requests."""
-        await self._router.begin_end()
-        router = self._router.running
-        router.request_drain()
-        await asyncio.wait({router.exited, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finishing = asyncio.create_task(self._router.finish(Child.request_drain, follows=True))
+        try:
+            await asyncio.wait({finishing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(finishing)
         await self.stop(watching)
 
     async def stop(self, watching: "asyncio.Task[None]") -> None:
         """Stop the router, then the shards; until the router has ended, `watching` restarts replicas."""
         await self._router.begin_end()
         if self._router.current is not None:
-            await self._stop_router(self._router.current, watching)
+            await self._stop_router(watching)
         await end(watching)
         for replica in self.replicas:
             replica.forget_pipes()
@@ -283,21 +284,28 @@ class Deployment:
         await stop_all(self._shards, min(grace, IDLE_GRACE_SECONDS) if is_idle else grace)
         remove_sockets(self.settings.shard_uds_path, self.settings.num_shard, self.settings.num_replicas)
 
-    async def _stop_router(self, router: Child, watching: "asyncio.Task[None]") -> None:
+    async def _stop_router(self, watching: "asyncio.Task[None]") -> None:
         """Let the router finish its requests, within the grace period and while a replica is left."""
-        if not router.has_exited:
-            router.request_stop()
-            grace = self.settings.shutdown_delay + self.settings.graceful_termination_timeout
-            # A start that was cancelled has no watch task; its router may serve already, and needs each of its shards.
-            lost = {shard.exited for shard in self._shards} if watching.done() else {watching}
-            await asyncio.wait({router.exited, *lost}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-            if not await router.stop_again(STOP_AGAIN_SECONDS):
-                logger.warning("%s did not stop within %g s and was killed", router.name, grace)
+        follows = self.is_ready and not watching.done()
+        if self._router.running.has_exited and not follows:
+            return
+        grace = self.settings.shutdown_delay + self.settings.graceful_termination_timeout
+        # A start that was cancelled has no watch task; its router may serve already, and needs each of its shards.
+        lost = {shard.exited for shard in self._shards} if watching.done() else {watching}
+        finishing = asyncio.create_task(self._router.finish(Child.request_stop, follows=follows))
+        try:
+            await asyncio.wait({finishing, *lost}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(finishing)
+        router = self._router.running
+        if not router.has_exited and not await router.stop_again(STOP_AGAIN_SECONDS):
+            logger.warning("%s did not stop within %g s and was killed", router.name, grace)
 
     def kill(self) -> None:
         """End every child at once."""
-        for child in (*self._shards, *self._router.processes):
-            child.kill()
+        for shard in self._shards:
+            shard.kill()
+        self._router.kill()
 
 
 async def end(task: "asyncio.Task[Any]") -> None:

@@ -16,6 +16,7 @@ from funitel.proto.keeper.messages import FINISHED_CODE
 logger = logging.getLogger(__name__)
 
 REPLACEMENT_GRACE_SECONDS = 2.0
+MAX_LAST_RESTARTS = 2  # in a row, of a router that dies while it finishes its requests
 
 MakeRouter = Callable[[int, bool], Child]
 """Describes a router, by the descriptor that it writes to once it is ready, and whether it accepts clients before."""
@@ -51,7 +52,11 @@ class ServingRouter:
         self._replacement: Child | None = None
         self._finishing: Child | None = None  # without a keeper, before another one can be started
         self._replace_requested = asyncio.Event()
-        self._is_ending = False
+        self._is_ending = self._is_killed = False
+        self._num_finishes = 0
+        self._last_restarts = RestartPolicy(min(max_restarts, MAX_LAST_RESTARTS), STEADY_ROUTER_SECONDS)
+        self._has_started = asyncio.Event()  # the current process: a signal before would end it without its requests
+        self._has_started.set()
 
     @property
     def running(self) -> Child:
@@ -117,7 +122,10 @@ class ServingRouter:
         await self._keeper.replace()
 
     async def serve(self) -> str:
-        """Start the router again whenever it ends, and replace it when asked to; returns the reason of the last end."""
+        """Start the router again whenever it ends, and replace it when asked to; returns the reason of the last end.
+
+        Once it is to end it is left to `finish`.
+        """
         restarts = RestartPolicy(self._max_restarts, STEADY_ROUTER_SECONDS)
         ready, was_refused = time.monotonic(), False
         while True:
@@ -129,7 +137,9 @@ class ServingRouter:
                 await self._replace()
                 continue
             reason, ended = self.running.exit_reason(), time.monotonic()
-            if self._is_ending or self._keeper is None:
+            if self._is_ending:
+                await asyncio.Event().wait()
+            if self._keeper is None:
                 return reason
             is_refused = self.is_refused and not was_refused
             if is_refused:
@@ -145,16 +155,20 @@ class ServingRouter:
                 count = f"restart {restarts.num_in_a_row} of {self._max_restarts}"
                 logger.error("%s; %s in %g s", reason, count, delay)
                 await asyncio.sleep(delay)
+            if self._is_ending:
+                await asyncio.Event().wait()
             await self._start_again(ended, count)
             ready, was_refused = time.monotonic(), is_refused
 
     async def _start_again(self, ended: float, count: str) -> None:
         """Start another process, and wait until it serves or ends."""
+        self._has_started.clear()
         read_end = await self.start(accepts_early=False)
         try:
             if await _is_ready(read_end, self.running):
                 logger.warning("the router answers again after %.1f s (%s)", time.monotonic() - ended, count)
         finally:
+            self._has_started.set()
             os.close(read_end)
 
     async def _replace(self) -> None:
@@ -177,10 +191,12 @@ class ServingRouter:
                 logger.error("the router was not replaced, it serves on: %s", fresh.exit_reason())
                 return
             self.current = fresh
+            self._has_started.clear()
             self._on_change()
             if await _is_ready(read_end, fresh):
                 logger.info("the router was replaced in %.1f s", time.monotonic() - began)
         finally:
+            self._has_started.set()
             os.close(read_end)
 
     # End ------------------------------------------------------------------------------------------------------------
@@ -192,8 +208,44 @@ class ServingRouter:
         if fresh is not None and fresh is not self.current:
             await fresh.stop(REPLACEMENT_GRACE_SECONDS)
 
+    async def finish(self, tell: Callable[[Child], None], *, follows: bool) -> None:
+        """Have the router finish its requests, and return once it has ended; a later call does so in place of this one.
+
+        Args:
+            tell: sends a process the signal to finish.
+            follows: whether another one takes over from one that dies meanwhile, and finishes in its place.
+        """
+        self._num_finishes = number = self._num_finishes + 1
+        await self.begin_end()
+        while True:
+            await self._has_started.wait()
+            child, began = self.running, time.monotonic()
+            tell(child)
+            await asyncio.wait({child.exited})
+            await self._wait_unless_last(number)
+            delay = self._delay_after(child, time.monotonic() - began) if follows else None
+            if delay is None:
+                return
+            await asyncio.sleep(delay)
+            await self._wait_unless_last(number)
+            logger.error("%s; another router takes over, to finish its requests", child.exit_reason())
+            await self._start_again(time.monotonic(), "to finish")
+
+    async def _wait_unless_last(self, number: int) -> None:
+        """Return for the last call of `finish` only, so that one router follows."""
+        if number != self._num_finishes:
+            await asyncio.Event().wait()
+
+    def _delay_after(self, child: Child, seconds: float) -> float | None:
+        """Seconds until another router takes over from one that has ended; None where it has left nothing to take."""
+        ended_well = child.code in (0, None, FINISHED_CODE, OtherKeeper.exit_code)
+        if ended_well or self._is_killed or self._keeper is None:
+            return None
+        return self._last_restarts.delay_after(seconds)
+
     def kill(self) -> None:
         """End every process at once."""
+        self._is_killed = True
         for child in self.processes:
             child.kill()
 
