@@ -15,11 +15,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
+from funitel.proto.keeper import messages
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import Kind, Packet, RouterHello
+from funitel.proto.keeper.messages import FINISHED_CODE, Kind, Packet, RouterHello
 from funitel.proto.process.deployment_file import end_with_launcher, is_launcher_gone
+
+OTHER_KEEPER_CODE = 76  # of `OtherKeeper`, whose import would take long
 
 
 class Fake:
@@ -30,6 +34,9 @@ class Fake:
         self.behaviour: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}")).get(name, {})
         self.is_stopping = False  # an Event might be held by the interrupted code
         self.num_sigterms = 0
+        self.server: object = None  # of a shard
+        if "version_file" in self.behaviour:  # of the messages, as of code that was installed meanwhile
+            messages.VERSION = int(Path(self.behaviour["version_file"]).read_text())
 
     def note(self, event: str, **more: Any) -> None:
         entry = {"process": self.name, "event": event, "pid": os.getpid(), "time": time.time(), **more}
@@ -115,8 +122,8 @@ class Fake:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def answer_health(path: str) -> None:
-    """Answer Health over gRPC, and nothing else."""
+def answer_health(path: str) -> object:
+    """Answer Health over gRPC, and nothing else, as long as the result is kept."""
     # Imported here: a test starts many processes, and only shards need it, once they serve.
     from concurrent.futures import ThreadPoolExecutor
 
@@ -133,6 +140,7 @@ def answer_health(path: str) -> None:
     generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(Health(), server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(f"unix:{path}")
     server.start()
+    return server
 
 
 def answer_http(accept: Callable[[], tuple[socket.socket, object]], is_healthy: bool) -> None:
@@ -154,12 +162,15 @@ def answer_http(accept: Callable[[], tuple[socket.socket, object]], is_healthy: 
             connection.shutdown(socket.SHUT_RDWR)  # the keeper has it too
 
 
-def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
+def from_keeper(fake: "Fake", feeds: bool) -> Callable[[], tuple[socket.socket, object]]:
     """Greet the keeper as a router does; the result waits for its connections."""
     channel = Channel.to(flag("--keeper"))
-    channel.send(Packet(Kind.HELLO, raw=RouterHello(int(flag("--generation"))).encode()), 5)
+    hello = RouterHello(int(flag("--generation")), feeds, messages.VERSION)
+    channel.send(Packet(Kind.HELLO, raw=hello.encode()), 5)
     left: list[Packet] = []  # connections of an earlier router, none of which has an answer yet
     while (packet := channel.receive_within(30)).kind is not Kind.END:
+        if packet.kind is Kind.REFUSED:
+            be_refused(fake, packet, feeds)
         left += [packet] if packet.kind is Kind.CONNECTION else []
     fake.note("greeted", keeper=channel.peer[0])
     channel.send(Packet(Kind.READY), 5)
@@ -172,7 +183,7 @@ def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
                     channel.send(Packet(Kind.RELEASE, before.pop()), 5)
                 packet = left.pop() if left else channel.receive_within(600)
             except ChannelLost:
-                return from_keeper_again(fake)()
+                return from_keeper_again(fake, feeds=True)()
             if packet.kind is Kind.YIELD:
                 fake.note("yields")
                 os._exit(0)
@@ -183,11 +194,21 @@ def from_keeper(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
     return accept
 
 
-def from_keeper_again(fake: "Fake") -> Callable[[], tuple[socket.socket, object]]:
+def from_keeper_again(fake: "Fake", *, feeds: bool = False) -> Callable[[], tuple[socket.socket, object]]:
     while True:
         with suppress(OSError, ChannelLost):
-            return from_keeper(fake)
+            return from_keeper(fake, feeds)
         time.sleep(0.05)
+
+
+def be_refused(fake: "Fake", packet: Packet, feeds: bool) -> NoReturn:
+    """End as a router does, after the connections that it has."""
+    if feeds:
+        fake.note("finishes")
+        time.sleep(fake.behaviour.get("finishes", 0))
+        os._exit(FINISHED_CODE)
+    print(f"error: refused: {packet.raw.decode()}", file=sys.stderr, flush=True)
+    os._exit(OTHER_KEEPER_CODE if packet.number else 1)
 
 
 def flag(name: str) -> str:
@@ -200,9 +221,9 @@ def file_flag() -> str | None:
 
 def keeper() -> None:
     """Run the real one."""
+    fake = Fake("keeper")
     from funitel.launcher.keeper.__main__ import main
 
-    fake = Fake("keeper")
     fake.begin(notes_signals=False)  # a SIGTERM before the real one handles it would be lost
     del sys.argv[1]
     code = main()
@@ -229,21 +250,21 @@ def shard() -> None:
         if not folder:
             os._exit(0)
         fake.note("told", folder=folder.decode().strip())
-    answer_health(f"{flag('--uds-path')}-{rank}")
+    fake.server = answer_health(f"{flag('--uds-path')}-{rank}")
     fake.live()
 
 
 def router() -> None:
     fake = Fake("router")
     fake.begin()
-    if "--ready-fd" in sys.argv:
-        os.write(int(flag("--ready-fd")), b"\n")
     if "--keeper" in sys.argv:
         accept = from_keeper_again(fake)
     else:
         listener = socket.socket(fileno=int(flag("--listen-fd")))
         listener.setblocking(True)
         accept = listener.accept
+    if "--ready-fd" in sys.argv:
+        os.write(int(flag("--ready-fd")), b"\n")
     is_healthy = not fake.behaviour.get("unhealthy")
     threading.Thread(target=answer_http, args=(accept, is_healthy), daemon=True).start()
     fake.live()

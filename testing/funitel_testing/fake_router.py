@@ -16,8 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from funitel.proto.errors import OtherKeeper
 from funitel.proto.keeper.channel import Channel, ChannelLost
-from funitel.proto.keeper.messages import Kind, Packet, RouterHello
+from funitel.proto.keeper.messages import FINISHED_CODE, Kind, Packet, RouterHello
 
 RETRY_SECONDS = 0.1
 UNUSED = ("draining", "sleeping")
@@ -95,13 +96,14 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 async def serve_kept(path: str, generation: int) -> None:
     """Answer on connections of the keeper, and of the next one."""
+    feeds = False
     while True:
         try:
             channel = Channel.to(path)
         except OSError:
             await asyncio.sleep(RETRY_SECONDS)
             continue
-        channel.send(Packet(Kind.HELLO, raw=RouterHello(generation).encode()), 5)
+        channel.send(Packet(Kind.HELLO, raw=RouterHello(generation, feeds).encode()), 5)
         with suppress(ChannelLost):
             while True:
                 packet = channel.receive()
@@ -109,6 +111,9 @@ async def serve_kept(path: str, generation: int) -> None:
                     await asyncio.sleep(0.01)
                 elif packet.kind is Kind.END:
                     channel.send(Packet(Kind.READY), 5)
+                    feeds = True
+                elif packet.kind is Kind.REFUSED:
+                    os._exit(FINISHED_CODE if feeds else OtherKeeper.exit_code)
                 elif packet.kind is Kind.YIELD:
                     os._exit(0)
                 elif packet.kind is Kind.CONNECTION:

@@ -696,3 +696,59 @@ def test_a_connection_without_a_descriptor_is_not_taken(stage: Stage, caplog: py
     stage.client()
     router.connection()
     assert "no descriptor is left for a connection" in caplog.text
+
+
+# Another version ------------------------------------------------------------------------------------------------------
+
+
+def test_another_router_waits_for_one_of_another_version_that_finishes(stage: Stage) -> None:
+    old = Router(stage, 1, feeds=True, version=VERSION + 1)
+    refusal = old.next()
+    assert (refusal.kind, refusal.number) == (Kind.REFUSED, VERSION)
+    early = Router(stage, 1)
+    assert early.next() == Packet(Kind.REFUSED, raw=b"a router of another version finishes its connections first")
+    stage.ready_router(2)  # with shards of its own
+    old.end()
+    stage.settle()
+    stage.ready_router(1)
+
+
+def test_a_router_that_starts_holds_up_no_other_one_when_it_is_refused(stage: Stage) -> None:
+    refused = Router(stage, 1, version=VERSION + 1)
+    assert refused.next().number == VERSION
+    stage.ready_router(1)
+
+
+def test_listening_sockets_are_given_to_a_launcher(stage: Stage) -> None:
+    channel = Channel.to(stage.path)
+    stage.closing.append(channel.close)
+    channel.send(Packet(Kind.LISTENERS), 1.0)
+    stage.settle()
+    packet = channel.receive()
+    assert packet is not None
+    for descriptor, port in zip(packet.fds, stage.ports, strict=True):
+        stage.keep(descriptor)
+        assert stage.sockets[descriptor].getsockname()[1] == port
+
+
+def test_at_its_end_connections_without_a_router_are_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FEED_SECONDS", 0.0)
+    stage = Stage(str(tmp_path / "keeper"))
+    dead = stage.ready_router(1)
+    lost = stage.client()
+    number, accepted = dead.connection()
+    dead.say(Kind.REQUEST, number, 1, b"asked")
+    accepted.sendall(b"half of it")
+    assert lost.recv(100) == b"half of it"
+    dead.end()
+    alive = stage.ready_router(2)
+    kept = stage.client()
+    _, serving = alive.connection()
+    stage.keeper.close()
+    assert "connections=1 requests=1 that no router has were reset" in caplog.text
+    assert is_reset(lost)
+    serving.sendall(b"all of it")
+    assert kept.recv(100) == b"all of it"
+    stage.close()

@@ -15,6 +15,7 @@ import pytest
 
 from funitel.launcher.config.sockets import free_port
 from funitel.launcher.control_plane.state_folder import run_folder
+from funitel_testing import takeovers
 from funitel_testing.lifecycles import is_alive
 
 FAKE_UP = Path(__file__).with_name("fake_up.py")
@@ -34,12 +35,15 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state = folder / "state"
+        self.version = folder / "version"  # of children that are started
+        self.version.write_text("1")
         self.port = free_port()
         self.started: list[subprocess.Popen[bytes]] = []
 
     def environ(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("HOSTNAME", "PORT")}
-        return kept | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+        path = ":".join([str(Path(takeovers.__file__).parent / "versions"), *filter(None, sys.path)])
+        return kept | {"PYTHONPATH": path, "VERSION_FILE": str(self.version)}
 
     def model(self, name: str, **behaviour: Any) -> str:
         path = self.folder / "models" / name
@@ -192,6 +196,29 @@ def test_the_router_is_replaced_in_place(site: Site) -> None:
     assert site.router() not in (router, fresh)
 
 
+@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_keeper_of_another_version_is_replaced(site: Site, dies: bool, adopts: bool) -> None:
+    process = site.up()
+    router, keeper = site.router(), keeper_of(site)
+    if adopts:
+        process.kill()
+        process.wait()
+        process = site.up()
+    site.version.write_text("2")
+    if dies:
+        os.kill(router, signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGUSR2)
+    eventually(lambda: keeper_of(site) != keeper, "another keeper")
+    assert site.router() != router
+    assert site.err().count("the keeper is replaced, since a router of another version was started") == 1
+    assert site.err().count("restart 1 of 5") == dies
+    assert ("the router has finished its connections" in site.err()) is not dies
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
 @pytest.mark.parametrize("dead", ["router", "keeper", "both"])
 def test_router_and_keeper_are_adopted_and_what_has_died_is_started_again(site: Site, dead: str) -> None:
     first = site.up()
@@ -239,8 +266,8 @@ def test_a_second_one_is_refused_in_one_line(site: Site) -> None:
 
 def test_another_server_on_the_port_is_named(site: Site) -> None:
     pid, port = site.up().pid, site.port
+    (site.folder / "other").mkdir()
     other = Site(site.folder / "other")
-    other.folder.mkdir()
     other.port = port
     process = other.up(waits=False)
     assert process.wait(PATIENCE_SECONDS) == 1

@@ -46,6 +46,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     │   └── BrokenScores          the logits of a sequence are not finite
     └── StartupError              a process cannot start
         ├── SettingsError         flags or variables are invalid or contradict each other
+        ├── OtherKeeper           the keeper is of another version
         ├── MissingPackage        a package of an extra is not installed
         ├── WeightsError          checkpoint missing, truncated, mismatched
         ├── UnsupportedModel      the architecture is not supported
@@ -78,6 +79,7 @@ class FunitelError(Exception):
     prefix: ClassVar[str] = ""
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     metric: ClassVar[str] = "generation"
+    exit_code: ClassVar[int] = 1  # of a process that it ends
     retry_after: ClassVar[bool] = False
     position: int | None = None  # of a refused request in the queue
     wait_seconds: float | None = None  # estimated time to its start
@@ -471,6 +473,12 @@ class StartupError(FunitelError):
 
 class SettingsError(StartupError):
     """Settings are invalid, or contradict each other or the machine."""
+
+
+class OtherKeeper(StartupError):
+    """The keeper is of another version than the router. The launcher replaces it, and starts the router again."""
+
+    exit_code = 76
 
 
 class MissingPackage(StartupError, ImportError):

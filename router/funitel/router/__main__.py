@@ -12,6 +12,7 @@ from functools import partial
 
 import typer
 
+from funitel.proto.keeper.messages import FINISHED_CODE
 from funitel.proto.process import logs
 from funitel.proto.process.standard_streams import open_standard_streams
 from funitel.proto.settings.command import SettingsCommand
@@ -82,6 +83,8 @@ def serve(settings: RouterSettings) -> None:
         server.run(sockets=[] if takeover is not None else listeners)
     if server.failure is not None:
         raise server.failure
+    if server.is_refused:
+        raise typer.Exit(FINISHED_CODE)
 
 
 def _configure_logs(settings: RouterSettings) -> None:

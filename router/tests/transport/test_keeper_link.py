@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.proto.errors import StartupError
+from funitel.proto.errors import OtherKeeper, StartupError
 from funitel.proto.keeper.channel import Channel, listen
 from funitel.proto.keeper.messages import VERSION, JournalledRequest, Kind, Packet, RouterHello
 from funitel.router.transport import keeper_link
@@ -236,7 +236,7 @@ async def test_a_keeper_of_another_version_refuses_and_the_first_router_serves_o
     deployment: Deployment, router: RouterSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_link, "RouterHello", lambda generation: RouterHello(generation, version=VERSION + 1))
-    with pytest.raises(StartupError, match=f"refuses this router: it speaks version {VERSION}, not {VERSION + 1}"):
+    with pytest.raises(OtherKeeper, match=f"refuses this router: it speaks version {VERSION}, not {VERSION + 1}"):
         await asyncio.to_thread(KeeperLink.connect, deployment.path, 1)
     await a_connection(deployment, router)
     assert router.yields == 0
@@ -395,25 +395,24 @@ async def test_a_keeper_that_hangs_costs_a_moment(
 async def test_the_next_keeper_may_refuse(
     deployment: Deployment, router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper_link, "REFUSED_SECONDS", 0.01)
     kept, client = await a_connection(deployment, router)
+    refusals: list[bool] = []
+    router.link.on_refused = lambda: refusals.append(True)
     with monkeypatch.context() as patched:
-        greetings: list[RouterHello] = []
-
-        def greet(generation: int, feeds: bool) -> RouterHello:
-            greetings.append(RouterHello(generation, feeds, VERSION + 1))
-            return greetings[-1]
-
-        patched.setattr(keeper_link, "RouterHello", greet)
+        patched.setattr(
+            keeper_link, "RouterHello", lambda generation, feeds: RouterHello(generation, feeds, VERSION + 1)
+        )
         deployment.kill_keeper()
         deployment.start_keeper()
-        await until(lambda: "refuses this router, which serves on without one" in caplog.text)
-        kept.sock.sendall(b"served on")
-        assert client.recv(100) == b"served on"
-        asked = len(greetings)
-        await until(lambda: len(greetings) >= asked + 3)  # it asks again, and says it once
-        assert caplog.text.count("refuses this router") == 1
-    await a_connection(deployment, router)
+        await until(lambda: refusals)
+    assert f"keeps none of them: it speaks version {VERSION}, not {VERSION + 1} connections=1" in caplog.text
+    kept.sock.sendall(b"served on")
+    assert client.recv(100) == b"served on"
+    with pytest.raises(StartupError, match="of another version finishes its connections first"):
+        await another(deployment)
+    router.end()
+    assert (await another(deployment)).left == []
+    assert refusals == [True]
 
 
 async def test_a_connection_without_room_for_its_descriptor_is_closed(

@@ -67,6 +67,7 @@ class RouterChannel:
     channel: Channel
     pid: int
     generation: int | None = None  # before it has said
+    finishing: int | None = None  # generation of a router of another version, which serves its connections to their end
     is_ready: bool = False
     is_waiting: bool = False  # for connections: others of its generation have to end, or to come
     told_to_yield: float | None = None
@@ -236,6 +237,9 @@ class Keeper:
                 self._adopt(router, packet)
             case Kind.FED:
                 self._give_unseen(router)
+            case Kind.LISTENERS:
+                descriptors = tuple(listener.fileno() for listener in self._listeners)
+                self._send(router, Packet(Kind.LISTENERS, fds=descriptors))
             case Kind.REQUEST if kept is not None:
                 kept.partial = b""
                 kept.requests[packet.number] = KeptRequest(packet.raw)
@@ -253,14 +257,16 @@ class Keeper:
 
     def _greet(self, router: RouterChannel, packet: Packet) -> None:
         """Give a router the connections of its generation, once an earlier one has let go of them."""
+        hello = None
         try:
             hello = RouterHello.decode(packet.raw)
             problem = "" if hello.version == VERSION else f"it speaks version {VERSION}, not {hello.version}"
         except ValueError:
             problem = f"it speaks version {VERSION}, and was greeted otherwise"
-        if problem:
+        if hello is None or problem:
+            router.finishing = hello.generation if hello is not None and hello.feeds else None
             logger.error("a router of another version, process %d, is refused: %s", router.pid, problem)
-            self._send(router, Packet(Kind.REFUSED, raw=problem.encode()))
+            self._send(router, Packet(Kind.REFUSED, number=VERSION, raw=problem.encode()))
             return
         if router.generation is not None:
             return
@@ -277,6 +283,10 @@ class Keeper:
         waiting = [router for router in routers if router.is_waiting]
         if not waiting or time.monotonic() < self._feeds_until:
             return
+        if any(router.finishing == generation for router in self._routers):  # both would use the same shards
+            for router in waiting:
+                self._turn_away(router, b"a router of another version finishes its connections first")
+            return
         others = [router for router in routers if not router.is_waiting]
         for other in others:
             if other.told_to_yield is None:
@@ -285,9 +295,13 @@ class Keeper:
         if others:
             return
         for early in waiting[:-1]:
-            early.generation, early.is_waiting = None, False
-            self._send(early, Packet(Kind.REFUSED, raw=b"a later router has come"))
+            self._turn_away(early, b"a later router has come")
         self._hand_over(waiting[-1])
+
+    def _turn_away(self, router: RouterChannel, reason: bytes) -> None:
+        """Refuse a router that waits."""
+        router.generation, router.is_waiting = None, False
+        self._send(router, Packet(Kind.REFUSED, raw=reason))
 
     def _hand_over(self, router: RouterChannel) -> None:
         """Give a router all connections of its generation, with their journals."""
@@ -404,9 +418,15 @@ class Keeper:
         kept.sock.close()
 
     def close(self) -> None:
-        """Close everything."""
+        """Close everything: connections that a router has go on, and others are reset."""
         for router in self._routers:
             router.channel.close()
+        alone = [kept for kept in self._connections.values() if kept.router is None]
+        if alone:
+            num_requests = sum(len(kept.requests) for kept in alone)
+            logger.error("connections=%d requests=%d that no router has were reset", len(alone), num_requests)
+        for kept in alone:
+            self._reset(kept)
         for kept in tuple(self._connections.values()):
             self._forget(kept)
         for sock in (self._control, *self._listeners):

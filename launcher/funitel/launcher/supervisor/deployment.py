@@ -84,11 +84,10 @@ class Deployment:
         self._router_environ = router_environ(settings, environ)
         self._sockets = sockets
         self._folder: Path | None = None
-        keeper = sockets.keeper
         self._router = ServingRouter(
             self._make_router,
             settings.max_restarts,
-            None if keeper is None else keeper.until_listening,
+            sockets.keeper,
             children.on_change,
         )
 
@@ -112,10 +111,22 @@ class Deployment:
             replica.load(folder)
         if not is_first:
             await self._start_shards()
+        try:
+            await self._start_router(is_first=is_first)
+        except FunitelError:
+            if not self._router.is_refused:
+                raise
+            self._router.current = None
+            await self._guarded(self._until_answered(self._probes()))  # no connection is accepted from here on
+            await self._router.replace_keeper()
+            await self._start_router(is_first=is_first)
+        self.is_ready = True
+
+    async def _start_router(self, *, is_first: bool) -> None:
+        """Start the router, and return once it is ready; raises ShardFailed, FunitelError where a child has ended."""
         read_end = await self._router.start(accepts_early=is_first)
         with os.fdopen(read_end, "rb", buffering=0) as ready:
             await self._guarded(self._until_ready(ready.fileno(), is_first=is_first))
-        self.is_ready = True
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -188,7 +199,7 @@ class Deployment:
         finally:
             told.cancel()
 
-    async def _until_answered(self, probes: dict[Child, Probe], told: "asyncio.Task[None]") -> None:
+    async def _until_answered(self, probes: dict[Child, Probe], told: "asyncio.Task[None] | None" = None) -> None:
         """Return when every health check succeeds; they are made again in intervals, and once the router is ready.
 
         Those that do not succeed are logged every ten seconds.
@@ -199,7 +210,10 @@ class Deployment:
             if now - last_logged >= WAITING_SECONDS:
                 last_logged = now
                 logger.info("waiting for %s since %.0f s", ", ".join(c.name for c in probes), now - started)
-            await (asyncio.sleep(POLL_SECONDS) if told.done() else asyncio.wait({told}, timeout=POLL_SECONDS))
+            if told is None or told.done():
+                await asyncio.sleep(POLL_SECONDS)
+            else:
+                await asyncio.wait({told}, timeout=POLL_SECONDS)
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         """The result of `work`; the end of a child meanwhile is an error."""
@@ -250,17 +264,18 @@ class Deployment:
 
     async def drain(self, watching: "asyncio.Task[None]") -> None:
         """Let the router finish its requests, then stop everything; another deployment takes new requests."""
-        await self._router.begin_end()
-        router = self._router.running
-        router.request_drain()
-        await asyncio.wait({router.exited, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finishing = asyncio.create_task(self._router.finish(Child.request_drain, follows=True))
+        try:
+            await asyncio.wait({finishing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(finishing)
         await self.stop(watching)
 
     async def stop(self, watching: "asyncio.Task[None]") -> None:
         """Stop the router, then the shards; until the router has ended, `watching` restarts replicas."""
         await self._router.begin_end()
         if self._router.current is not None:
-            await self._stop_router(self._router.current, watching)
+            await self._stop_router(watching)
         await end(watching)
         for replica in self.replicas:
             replica.forget_pipes()
@@ -269,21 +284,28 @@ class Deployment:
         await stop_all(self._shards, min(grace, IDLE_GRACE_SECONDS) if is_idle else grace)
         remove_sockets(self.settings.shard_uds_path, self.settings.num_shard, self.settings.num_replicas)
 
-    async def _stop_router(self, router: Child, watching: "asyncio.Task[None]") -> None:
+    async def _stop_router(self, watching: "asyncio.Task[None]") -> None:
         """Let the router finish its requests, within the grace period and while a replica is left."""
-        if not router.has_exited:
-            router.request_stop()
-            grace = self.settings.shutdown_delay + self.settings.graceful_termination_timeout
-            # A start that was cancelled has no watch task; its router may serve already, and needs each of its shards.
-            lost = {shard.exited for shard in self._shards} if watching.done() else {watching}
-            await asyncio.wait({router.exited, *lost}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-            if not await router.stop_again(STOP_AGAIN_SECONDS):
-                logger.warning("%s did not stop within %g s and was killed", router.name, grace)
+        follows = self.is_ready and not watching.done()
+        if self._router.running.has_exited and not follows:
+            return
+        grace = self.settings.shutdown_delay + self.settings.graceful_termination_timeout
+        # A start that was cancelled has no watch task; its router may serve already, and needs each of its shards.
+        lost = {shard.exited for shard in self._shards} if watching.done() else {watching}
+        finishing = asyncio.create_task(self._router.finish(Child.request_stop, follows=follows))
+        try:
+            await asyncio.wait({finishing, *lost}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(finishing)
+        router = self._router.running
+        if not router.has_exited and not await router.stop_again(STOP_AGAIN_SECONDS):
+            logger.warning("%s did not stop within %g s and was killed", router.name, grace)
 
     def kill(self) -> None:
         """End every child at once."""
-        for child in (*self._shards, *self._router.processes):
-            child.kill()
+        for shard in self._shards:
+            shard.kill()
+        self._router.kill()
 
 
 async def end(task: "asyncio.Task[Any]") -> None:

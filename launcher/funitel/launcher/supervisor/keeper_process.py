@@ -1,4 +1,7 @@
-"""The process of the keeper: started before the first router, and again whenever it ends."""
+"""The process of the keeper: started before the first router, and again whenever it ends.
+
+It is replaced where it refuses a router for its version: code that was installed meanwhile may speak another one.
+"""
 
 import asyncio
 import dataclasses
@@ -16,13 +19,15 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.lasting_child import ChildMaker, record_of
 from funitel.launcher.supervisor.process import Child, stop_child
 from funitel.proto.errors import FunitelError
-from funitel.proto.keeper.channel import Channel
+from funitel.proto.keeper.channel import Channel, ChannelLost
 from funitel.proto.keeper.kernel import counts_bytes
+from funitel.proto.keeper.messages import Kind, Packet
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.01
 GRACE_SECONDS = 5.0
+ANSWER_SECONDS = 1.0  # of a keeper that is asked for its listening sockets
 NAME = "keeper"
 
 Listen = Callable[[], Sequence[socket]]
@@ -71,6 +76,7 @@ class KeeperProcess:
         self._listen = listen
         self._listeners: Sequence[socket] = ()
         self._child: Child | None = None
+        self._outdated: Child | None = None
         self._listens = asyncio.Event()
 
     @property
@@ -105,11 +111,27 @@ class KeeperProcess:
             raise FunitelError(self._running.exit_reason())
 
     def adopt(self, record: Mapping[str, Any]) -> None:
-        """Watch the keeper of an earlier launcher, which has the ports; nothing if it has ended."""
+        """Watch the keeper of an earlier launcher, and take the ports from it; nothing if it has ended."""
         child = self._children.adopt(NAME, record)
         if child.pid is not None:
             self._child = child
             self._listens.set()
+            self._inherit()
+
+    def _inherit(self) -> None:
+        """Get the listening sockets of the running keeper, so that they are open when it ends."""
+        try:
+            channel = Channel.to(self.path)
+        except OSError as error:
+            logger.warning("the port closes for a moment when the keeper ends: %s", error.strerror or error)
+            return
+        try:
+            channel.send(Packet(Kind.LISTENERS), ANSWER_SECONDS)
+            self._listeners = [socket(fileno=each) for each in channel.receive_within(ANSWER_SECONDS).fds]
+        except ChannelLost as lost:
+            logger.warning("the port closes for a moment when the keeper ends: %s", lost)
+        finally:
+            channel.close()
 
     @property
     def _running(self) -> Child:
@@ -146,6 +168,21 @@ class KeeperProcess:
         """Return while routers can connect."""
         await self._listens.wait()
 
+    async def replace(self) -> None:
+        """Start another one of the installed version in its place, on the same sockets; `keep` must run meanwhile.
+
+        Routers that serve are refused by it: they serve their connections to their end.
+        """
+        if self._listens.is_set():
+            logger.warning(
+                "the keeper is replaced, since a router of another version was started: a router that serves finishes"
+                " its connections and ends, connections of a router that has ended are reset, new connections wait"
+            )
+            self._listens.clear()
+            self._outdated = self._running
+            await stop_child(self._outdated, GRACE_SECONDS)
+        await self._listens.wait()
+
     async def keep(self) -> NoReturn:
         """Start it again whenever it ends.
 
@@ -158,12 +195,13 @@ class KeeperProcess:
             child = self._running
             await asyncio.wait({child.exited})
             self._listens.clear()
-            delay = restarts.delay_after(time.monotonic() - started)
-            if delay is None:
-                raise FunitelError(f"{child.exit_reason()}; restarted {restarts.max_in_a_row} times in a row")
-            count = f"restart {restarts.num_in_a_row} of {restarts.max_in_a_row}"
-            logger.error("the keeper is lost, streams run on: %s; %s in %g s", child.exit_reason(), count, delay)
-            await asyncio.sleep(delay)
+            if child is not self._outdated:
+                delay = restarts.delay_after(time.monotonic() - started)
+                if delay is None:
+                    raise FunitelError(f"{child.exit_reason()}; restarted {restarts.max_in_a_row} times in a row")
+                count = f"restart {restarts.num_in_a_row} of {restarts.max_in_a_row}"
+                logger.error("the keeper is lost, streams run on: %s; %s in %g s", child.exit_reason(), count, delay)
+                await asyncio.sleep(delay)
             self.open()
             await self._start()
             await self._until_listening(self._running)

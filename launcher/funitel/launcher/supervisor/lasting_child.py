@@ -95,7 +95,7 @@ class LastingChild(Child):
         return process.exited.result() or 0
 
     @property
-    def _code(self) -> int | None:
+    def code(self) -> int | None:
         return self.exited.result() if self._process is None else self._process.exited.result()
 
     def _remove_log(self) -> None:

@@ -162,13 +162,13 @@ class Child:
 
     def exit_reason(self) -> str:
         """Describe in one line how the process ended, with its last error or line."""
-        how = how_it_ended(self.name, self._code)
+        how = how_it_ended(self.name, self.code)
         if self.error:
             return f"{how}: last error: {self.error}"
         return f"{how}: last line: {self.last_line}" if self.last_line else how
 
     @property
-    def _code(self) -> int | None:
+    def code(self) -> int | None:
         """The exit code, once it has ended; None where it is not known."""
         return self.exited.result()
 

@@ -25,7 +25,8 @@ from funitel.launcher.processes.watched import WatchedProcess, how_it_ended
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.keeper_process import KeeperProcess
 from funitel.launcher.supervisor.lasting_child import ChildMaker, LastingFiles
-from funitel.proto.errors import FunitelError
+from funitel.proto.errors import FunitelError, OtherKeeper
+from funitel.proto.keeper.messages import FINISHED_CODE
 from funitel.proto.process.start_times import start_of
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class RouterProcess:
         self._record = folders.files / RECORD
         self._listeners: list[socket] = []
         self._process: WatchedProcess | None = None
+        self._finishing: WatchedProcess | None = None  # without a keeper, before another one can be started
         self._tail = FileTail(folders.logs / LOG, relay("router", json_output=settings.json_output))
         self._replace_requested = asyncio.Event()
         self._keeper: KeeperProcess | None = None
@@ -222,6 +224,10 @@ class RouterProcess:
         old, fresh = self._running, self._started()
         await asyncio.wait({fresh.exited, old.exited}, return_when=asyncio.FIRST_COMPLETED)
         if fresh.has_exited and not old.has_exited:
+            if fresh.exited.result() == OtherKeeper.exit_code:
+                self._finishing = old
+                await self._replace_keeper()
+                return
             self._tail.read()
             reason = how_it_ended("router", fresh.exited.result())
             logger.error("the router was not replaced, it serves on: %s: %s", reason, self._tail.error)
@@ -230,8 +236,13 @@ class RouterProcess:
         self._write_record(self._flags(()))
         logger.info("the router was replaced by process %d", fresh.pid)
 
+    async def _replace_keeper(self) -> None:
+        assert self._keeper is not None, "it has refused a router"
+        await self._keeper.replace()
+
     async def _keep_router(self) -> None:
         restarts = RestartPolicy(self._settings.max_restarts, START_SECONDS + STEADY_ROUTER_SECONDS)
+        was_refused = False
         while True:
             started = time.monotonic()
             requested = asyncio.create_task(self._replace_requested.wait())
@@ -242,13 +253,20 @@ class RouterProcess:
                 self._replace_requested.clear()
                 await self._replace()
                 continue
-            reason = self._reason()
-            delay = restarts.delay_after(time.monotonic() - started)
-            if delay is None:
-                raise FunitelError(f"{reason}; restarted {self._settings.max_restarts} times in a row")
-            count = f"restart {restarts.num_in_a_row} of {self._settings.max_restarts}"
-            logger.error("%s; %s in %g s", reason, count, delay)
-            await asyncio.sleep(delay)
+            reason, code = self._reason(), self._running.exited.result()
+            is_refused = code == OtherKeeper.exit_code and not was_refused
+            if is_refused:
+                await self._replace_keeper()
+            elif code == FINISHED_CODE or (self._running is self._finishing and code is None):
+                logger.info("the router has finished its connections")
+            else:
+                delay = restarts.delay_after(time.monotonic() - started)
+                if delay is None:
+                    raise FunitelError(f"{reason}; restarted {self._settings.max_restarts} times in a row")
+                count = f"restart {restarts.num_in_a_row} of {self._settings.max_restarts}"
+                logger.error("%s; %s in %g s", reason, count, delay)
+                await asyncio.sleep(delay)
+            was_refused = is_refused
             self.open()
             await self.start()
 

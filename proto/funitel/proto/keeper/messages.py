@@ -2,6 +2,8 @@
 
 A packet is a kind, the number of a connection, the number of a request on it, and bytes. The keeper reads neither the
 bytes of requests nor facts: it keeps them, and gives them to the next router.
+
+The head of a packet, HELLO, REFUSED and LISTENERS are the same in all versions.
 """
 
 import json
@@ -11,6 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 VERSION = 2  # of these messages, and of what routers write into the journal
+FINISHED_CODE = 75  # exit code of a router that the next keeper has refused for its version, after its last connection
 MAX_RAW_BYTES = 1 << 15  # in a packet; more travels as a file in memory
 
 
@@ -31,7 +34,9 @@ class Kind(IntEnum):
     CONNECTION = 32  # a connection; `number` is that of its listening socket; has a descriptor
     END = 33  # this was the state: everything later is new
     YIELD = 34  # another router takes over: hand over what is not in the journal, and end
-    REFUSED = 35  # the bytes say why
+    REFUSED = 35  # the bytes say why; `number` is the version of the keeper where it is for that of the router
+    # From a launcher, and the answer
+    LISTENERS = 36  # the listening sockets; the answer has their descriptors
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,7 @@ def check_bounds(settings: Any) -> None:
 
 
 def run_app(app: typer.Typer, name: str | None = None) -> NoReturn:
-    """Run a typer app; usage errors end it with one line and exit code 2, others with one line and exit code 1.
+    """Run a typer app; usage errors end it with one line and exit code 2, others with one line and their exit code.
 
     `name` is that of the program, the script's by default.
 
@@ -289,7 +289,7 @@ def run_app(app: typer.Typer, name: str | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except FunitelError as error:
         print(f"error: {error.message}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except Exception as error:
         logger.debug("unexpected", exc_info=error)
         print(f"error: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,7 +1,8 @@
 """The router's link to the keeper: connections and journals come from it, and are handed to it. Event loop only.
 
 What `put_request` and `put_facts` have returned from survives this process. A keeper that is lost costs nothing but
-that: the router serves on, and gives everything to the next keeper.
+that: the router serves on, and gives everything to the next keeper. One of another version refuses it: then it has no
+keeper any more.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from funitel.proto.errors import StartupError
+from funitel.proto.errors import OtherKeeper, StartupError
 from funitel.proto.keeper.channel import Channel, ChannelLost
 from funitel.proto.keeper.messages import JournalledRequest, Kind, Packet, RouterHello
 from funitel.router.transport.kept_connection import NOTHING, Settled
@@ -24,7 +25,6 @@ STATE_SECONDS = 30.0  # until the keeper has given its state: an earlier router 
 SEND_SECONDS = 1.0  # for a keeper that is busy
 ANSWER_SECONDS = 5.0  # for the next keeper to answer
 RETRY_SECONDS = 0.1  # between two attempts to reach the next keeper
-REFUSED_SECONDS = 30.0  # the same, after one has refused
 
 
 @dataclass(slots=True, eq=False)
@@ -50,15 +50,20 @@ class _Live:
 
 
 class RefusedByKeeper(Exception):
-    """The keeper does not serve this router."""
+    """The keeper does not serve this router; `version` is its own if that is why, else 0."""
+
+    def __init__(self, refusal: Packet) -> None:
+        self.version = refusal.number
+        super().__init__(refusal.raw.decode())
 
 
 class KeeperLink:
-    """The channel to the keeper. `on_connection` and `on_yield` are to be set before `watch`."""
+    """The channel to the keeper. `on_connection`, `on_yield` and `on_refused` are to be set before `watch`."""
 
     def __init__(self, path: str, generation: int, channel: Channel) -> None:
         self.on_connection: Callable[[KeptSocket], None] = lambda kept: None
         self.on_yield: Callable[[], None] = lambda: None
+        self.on_refused: Callable[[], None] = lambda: None
         self._path = path
         self._generation = generation
         self._channel: Channel | None = channel
@@ -67,13 +72,15 @@ class KeeperLink:
         self._is_ready = False
         self._released: list[int] = []  # connections that have ended without a keeper
         self._finding: asyncio.Task[None] | None = None
+        self._refusing: Channel | None = None  # open until the end, which the keeper waits for
 
     @classmethod
     def connect(cls, path: str, generation: int) -> tuple["KeeperLink", list[KeptSocket]]:
         """Greet the keeper; return the link, and the connections of an earlier router.
 
         Raises:
-            StartupError: there is no keeper, or one of another version.
+            OtherKeeper: the keeper is of another version.
+            StartupError: there is no keeper, or it does not serve this router.
         """
         try:
             channel = Channel.to(path)
@@ -88,7 +95,8 @@ class KeeperLink:
             raise StartupError(f"the keeper at {path} is lost: {error}") from error
         except RefusedByKeeper as error:
             link._abandon()
-            raise StartupError(f"the keeper at {path} refuses this router: {error}") from error
+            kind = OtherKeeper if error.version else StartupError
+            raise kind(f"the keeper at {path} refuses this router: {error}") from error
 
     def _abandon(self) -> None:
         for live in self._live.values():
@@ -103,7 +111,7 @@ class KeeperLink:
                     if (kept := self._kept(packet)) is not None:
                         found[kept.id] = kept
                 case Kind.REFUSED:
-                    raise RefusedByKeeper(packet.raw.decode())
+                    raise RefusedByKeeper(packet)
                 case _ if packet.connection not in found:
                     pass
                 case Kind.REQUEST:
@@ -209,8 +217,7 @@ class KeeperLink:
         channel.close()
 
     async def _find(self) -> None:
-        """Give everything to the next keeper."""
-        said = ""
+        """Give everything to the next keeper, unless it refuses this router."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             try:
@@ -222,14 +229,15 @@ class KeeperLink:
                 self._feed(channel)
                 return
             except RefusedByKeeper as refused:
-                if str(refused) != said:
-                    said = str(refused)
-                    logger.error("the next keeper refuses this router, which serves on without one: %s", said)
-                await asyncio.sleep(REFUSED_SECONDS)
+                count, words = len(self._live), "which serves its connections to their end and keeps none of them"
+                logger.error("the next keeper refuses this router, %s: %s connections=%d", words, refused, count)
+                self._refusing = channel
+                self.on_refused()
+                return
             except ChannelLost:
                 pass  # the next one is looked for
             finally:
-                if channel is not self._channel:
+                if channel not in (self._channel, self._refusing):
                     channel.close()
 
     async def _greet(self, channel: Channel) -> None:
@@ -241,7 +249,7 @@ class KeeperLink:
                 raise ChannelLost(f"it has not answered within {ANSWER_SECONDS:g} s")
             await asyncio.sleep(RETRY_SECONDS / 10)
         if packet.kind is Kind.REFUSED:
-            raise RefusedByKeeper(packet.raw.decode())
+            raise RefusedByKeeper(packet)
 
     def _feed(self, channel: Channel) -> None:
         """Say all that is live, in one turn of the loop: what comes later goes to this keeper."""
@@ -270,6 +278,8 @@ class KeeperLink:
         """Leave the keeper."""
         if self._finding is not None:
             self._finding.cancel()
+        if self._refusing is not None:
+            self._refusing.close()
         if self._channel is not None:
             if self._loop is not None:
                 self._loop.remove_reader(self._channel.sock.fileno())

@@ -83,6 +83,7 @@ class Server(uvicorn.Server):
         self._drain_timeout_seconds = inf
         self._is_told_to_stop = False
         self._hands_over = False
+        self.is_refused = False  # by a keeper of another version, which has come meanwhile
         self._ready_fd = settings.ready_fd
         self._accepts_early = settings.accepts_early
         self._telling: asyncio.Task[None] | None = None
@@ -91,6 +92,8 @@ class Server(uvicorn.Server):
         protocol = partial(HttpConnection, connections, settings)
         super().__init__(uvicorn_config(app, protocol, https))
         self._takeover = keeper
+        if keeper is not None:
+            keeper.on_refused = self.finish
         self.failure: FunitelError | None = None
         self._launcher = (settings.exit_with_parent, settings.deployment_file)
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run
@@ -116,6 +119,10 @@ class Server(uvicorn.Server):
     def hand_over(self, sig: int, frame: FrameType | None) -> None:
         """Take no more connections because another router does; requests on open connections are served."""
         self._hands_over = self.should_exit = True
+
+    def finish(self) -> None:
+        """Serve open connections to their end: the next keeper gives this router no others."""
+        self.is_refused = self._hands_over = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections; where another router still does, only once the shards are ready."""

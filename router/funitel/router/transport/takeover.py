@@ -54,6 +54,7 @@ class Takeover:
     """
 
     def __init__(self, path: str, generation: int) -> None:
+        self.on_refused: Callable[[], None] = lambda: None  # by the next keeper; to be set before `begin`
         self._path = path
         self._generation = generation
         self._left: list[KeptSocket] = []  # connections of an earlier router
@@ -63,7 +64,7 @@ class Takeover:
         self._tried: list[tuple[int, int]] = []  # requests that were taken over, by connection and number
 
     def connect(self) -> None:
-        """Greet the keeper; an earlier router ends. Raises StartupError where there is no keeper of this version."""
+        """Greet the keeper; an earlier router ends. Raises OtherKeeper, or StartupError where there is no keeper."""
         self._link, self._left = KeeperLink.connect(self._path, self._generation)
 
     def close(self) -> None:
@@ -99,6 +100,7 @@ class Takeover:
             asyncio.get_running_loop().call_later(STEADY_SECONDS, self._forget_tries)
         self._link.on_connection = self._take
         self._link.on_yield = lambda: self._start(self._hand_over())
+        self._link.on_refused = self.on_refused
         self._link.watch(asyncio.get_running_loop())
         self._link.ready()
         return journals
