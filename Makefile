@@ -26,7 +26,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 setup: ## install what tests need too into .venv (repeats cost nothing)
-	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,oidc,dev,clients,docs $(VENV)
+	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,oidc,av,dev,clients,docs $(VENV)
 
 serving: # install what serving needs into .venv, and nothing else
 	@PYTHON=$(PYTHON) scripts/install.sh $(VENV)
@@ -68,7 +68,7 @@ console: setup ## the console in Debian's Chromium, which apt-get installs
 	@$(BIN)/pytest integration-tests/console $(ARGS)
 
 mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
-	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,dev,clients,docs,mutants $(VENV)
+	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,av,dev,clients,docs,mutants $(VENV)
 	@$(BIN)/python scripts/mutants.py $(ARGS)
 
 check: setup ## format, lint, types, imports, rules of the house, generated code and pages, version, lock
@@ -81,7 +81,7 @@ lock: setup ## write constraints.txt and constraints-lowest.txt again, with the 
 	PATH=$(BIN):$$PATH $(BIN)/python scripts/lock.py
 
 lowest: ## tests of what uses libraries, with the lowest release of each that pyproject.toml allows, in .venv-lowest
-	@PYTHON=$(PYTHON) scripts/install.sh --lowest --extras server,otlp,oidc $(LOWEST_VENV)
+	@PYTHON=$(PYTHON) scripts/install.sh --lowest --extras server,otlp,oidc,av $(LOWEST_VENV)
 	@$(LOWEST_VENV)/bin/python -c "import pytest" 2>/dev/null || $(LOWEST_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(LOWEST_TOOLS)
 	@PYTHONPATH=testing $(LOWEST_VENV)/bin/python -m pytest -m "not slow" $(LOWEST_TESTS) $(ARGS)
 

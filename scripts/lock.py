@@ -20,7 +20,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 NEWEST = ROOT / "constraints.txt"
 LOWEST = ROOT / "constraints-lowest.txt"
-LOWEST_EXTRAS = ("server", "otlp", "oidc")
+LOWEST_EXTRAS = ("server", "otlp", "oidc", "av")
 # The release that all tests ran with. pyproject.toml says which others were tried.
 TORCH = "torch==2.13.0"
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import soundfile
 
@@ -38,6 +40,22 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("sound") / "speech.flac"
     soundfile.write(found, sound(6.0), RATE)
     return found
+
+
+@pytest.mark.parametrize(("name", "encoding"), [("speech.m4a", "alac"), ("speech.webm", "libopus")])
+def test_openai_transcription_of_what_phones_and_browsers_record(
+    audio_client: Any, path: Path, tmp_path: Path, name: str, encoding: str
+) -> None:
+    recorded = tmp_path / name
+    with av.open(recorded, "w") as file:
+        stream = file.add_stream(encoding, rate=48_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.repeat(sound(6.0), 3)[None], format="fltp", layout="mono")
+        frame.rate = 48_000
+        file.mux([*stream.encode(frame), *stream.encode(None)])
+    with recorded.open("rb") as content:
+        answer = audio_client.transcriptions.create(file=content, model="whisper-1", language="en", extra_body=ONCE)
+    assert answer.text
+    assert answer.usage.seconds == 6
 
 
 def test_openai_transcription_in_every_format(audio_client: Any, path: Path) -> None:

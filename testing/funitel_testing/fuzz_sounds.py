@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import av
 import numpy as np
 import soundfile
 
@@ -32,6 +33,8 @@ HEADS = (
     b"OggS\x00\x02",
     b"ID3\x04\x00\x00\x7f\x7f\x7f\x7f",
     b"\xff\xfb\x90\x00",
+    b"\x00\x00\x00\x18ftypM4A \x00\x00\x00\x00",
+    b"\x1a\x45\xdf\xa3\xa3B\x86\x81\x01",
     b"",
 )
 MODEL = SpeechModel(
@@ -68,7 +71,19 @@ def corpus() -> list[bytes]:
                 file, samples = io.BytesIO(), noise.normal(0, 0.1, (rate // 8, channels)).clip(-1, 1)
                 soundfile.write(file, samples, rate, format=container, subtype=encoding)
                 files.append(file.getvalue())
-    return files
+    return files + [av_file(*kind) for kind in (("mp4", "aac"), ("mp4", "alac"), ("webm", "libopus"))]
+
+
+def av_file(container: str, encoding: str) -> bytes:
+    """A file of an eighth of a second, as phones and browsers make them."""
+    rate, file = 48_000, io.BytesIO()
+    samples = np.random.default_rng(0).normal(0, 0.1, (1, rate // 8)).astype(np.float32)
+    with av.open(file, "w", format=container) as output:
+        sound = output.add_stream(encoding, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+        frame.rate = rate
+        output.mux([*sound.encode(frame), *sound.encode(None)])
+    return file.getvalue()
 
 
 FILES = corpus()

@@ -3,11 +3,13 @@
 import io
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import soundfile
 
 from funitel.proto.errors import InvalidRequest
+from funitel.router.audio import container as container_module
 from funitel.router.audio.decoder import decode
 from funitel.router.audio.segments import RATE
 
@@ -24,6 +26,34 @@ def file_of(samples: np.ndarray, rate: int = RATE, container: str = "WAV", encod
     """A file of samples."""
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, rate, format=container, subtype=encoding)
+    return buffer.getvalue()
+
+
+def av_file(
+    samples: np.ndarray | None,
+    rate: int,
+    container: str,
+    encoding: str,
+    channels: int,
+    *,
+    has_pictures: bool = False,
+) -> bytes:
+    """A file with the same samples in every channel, and a few black pictures."""
+    buffer = io.BytesIO()
+    layout = {1: "mono", 2: "stereo"}[channels]
+    with av.open(buffer, "w", format=container) as file:
+        sound = None if samples is None else file.add_stream(encoding, rate=rate, layout=layout)
+        film = file.add_stream("mpeg4", rate=5, width=32, height=32, pix_fmt="yuv420p") if has_pictures else None
+        for _ in range(5 if film is not None else 0):
+            assert film is not None
+            file.mux(film.encode(av.VideoFrame(32, 32, "yuv420p")))
+        if film is not None:
+            file.mux(film.encode(None))
+        if sound is not None and samples is not None:
+            frame = av.AudioFrame.from_ndarray(np.stack([samples] * channels), format="fltp", layout=layout)
+            frame.rate = rate
+            file.mux(sound.encode(frame))
+            file.mux(sound.encode(None))
     return buffer.getvalue()
 
 
@@ -60,6 +90,45 @@ def test_every_usual_encoding(container: str, encoding: str, tolerance: float) -
     assert np.abs(found[middle]).max() == pytest.approx(0.5, abs=tolerance + 0.01)
 
 
+@pytest.mark.parametrize(
+    ("container", "encoding", "rate", "channels"),
+    [
+        *[("mp4", "aac", 44_100, 1), ("ipod", "aac", 48_000, 2), ("mp4", "aac", 22_050, 1), ("mp4", "alac", 16_000, 2)],
+        *[("webm", "libopus", 48_000, 1), ("webm", "libopus", 48_000, 2)],
+    ],
+)
+def test_files_of_phones_and_browsers(container: str, encoding: str, rate: int, channels: int) -> None:
+    found = decode(av_file(tone(rate), rate, container, encoding, channels), 30.0, "file")
+    expected = tone(RATE)
+    assert abs(len(found) - len(expected)) < 2400  # some encodings pad
+    spectrum = np.abs(np.fft.rfft(found[4000:20000]))
+    assert np.argmax(spectrum) == np.argmax(np.abs(np.fft.rfft(expected[4000:20000])))
+    assert np.sqrt((found[4000:20000] ** 2).mean()) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
+
+
+def test_a_film_is_its_sound() -> None:
+    assert len(decode(av_file(tone(RATE), RATE, "mp4", "aac", 1, has_pictures=True), 30.0, "file")) > RATE
+
+
+def test_a_film_without_sound_is_refused() -> None:
+    assert error_of(av_file(None, RATE, "mp4", "aac", 1, has_pictures=True)) == "`file` has no sound"
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+def test_limits_of_files_of_phones_and_browsers(container: str) -> None:
+    encoding = {"mp4": "aac", "webm": "libopus"}[container]
+    long = av_file(tone(48_000, 6.0), 48_000, container, encoding, 1)
+    assert error_of(long, 5.0) == "`file` must be at most 5 s long (--max-audio-seconds)"
+    cut = av_file(tone(48_000), 48_000, "mp4", "aac", 1)
+    assert "`file` cannot be decoded as MP4" in error_of(cut[: len(cut) // 2])
+
+
+def test_without_the_package_its_files_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container_module, "HAS_AV", False)
+    assert "Given: MP4, which needs the package `av`" in error_of(b"\0\0\0\x20ftypM4A \0\0\0\0")
+    assert "Given: Matroska, which needs the package `av`" in error_of(b"\x1a\x45\xdf\xa3webm")
+
+
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000, 96000, 12345])
 def test_other_rates_become_that_of_the_model(rate: int) -> None:
     found = decode(file_of(tone(rate), rate, "WAV", "FLOAT"), 30.0, "file")
@@ -91,10 +160,15 @@ def test_what_is_no_number_or_out_of_range_does_no_harm() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "must be a file in one of the formats WAV, FLAC, OGG (Vorbis or Opus) and MP3. Given: none of these"),
+        (
+            b"",
+            "must be a file in one of the formats WAV, FLAC, OGG (Vorbis or Opus), MP3, MP4 (m4a) and Matroska (webm)."
+            " Given: none of these",
+        ),
         (b"hello", "Given: none of these"),
-        (b"\0\0\0\x20ftypM4A \0\0\0\0", "Given: MP4 (m4a)"),
-        (b"\x1a\x45\xdf\xa3webm", "Given: Matroska (webm)"),
+        (b"FORM\0\0\0\0AIFF", "Given: AIFF"),
+        (b"\0\0\0\x20ftypM4A \0\0\0\0", "`file` cannot be decoded as MP4: Invalid data found"),
+        (b"\x1a\x45\xdf\xa3webm", "`file` cannot be decoded as Matroska: "),
         (b"RIFF\x24\0\0\0WAVE", "`file` cannot be decoded as WAV"),
         (b"fLaC" + bytes(64), "`file` cannot be decoded as FLAC"),
         (b"OggS" + bytes(64), "`file` cannot be decoded as OGG"),

@@ -1,13 +1,17 @@
 """The kind of an audio file, by its first bytes; a name or a content type decides nothing."""
 
+from importlib.util import find_spec
+
 from funitel.proto.errors import InvalidRequest
 
-WORDS = "WAV, FLAC, OGG (Vorbis or Opus) and MP3"
-_REFUSED = ((b"ftyp", 4, "MP4 (m4a)"), (b"\x1a\x45\xdf\xa3", 0, "Matroska (webm)"), (b"FORM", 0, "AIFF"))
+HAS_AV = find_spec("av") is not None  # of the extra `av`
+AV_CONTAINERS = {"MP4": "mp4", "Matroska": "matroska"}  # what FFmpeg calls them
+_AV_WORDS = ", MP4 (m4a) and Matroska (webm)"
+WORDS = "WAV, FLAC, OGG (Vorbis or Opus)" + (f", MP3{_AV_WORDS}" if HAS_AV else " and MP3")
 
 
 def container_of(content: bytes, field: str) -> str:
-    """What libsndfile calls the format of a file.
+    """The format of a file: one of AV_CONTAINERS, or what libsndfile calls it.
 
     Raises:
         InvalidRequest: it is none of those that are read; names `field`.
@@ -22,8 +26,20 @@ def container_of(content: bytes, field: str) -> str:
         return "OGG"
     if content[:3] == b"ID3" or _is_mpeg_frame(content[:2]):
         return "MP3"
-    name = next((name for magic, at, name in _REFUSED if content[at : at + len(magic)] == magic), "none of these")
-    raise InvalidRequest(f"`{field}` must be a file in one of the formats {WORDS}. Given: {name}", field)
+    given = "none of these"
+    if container := _av_container(content):
+        if HAS_AV:
+            return container
+        given = f"{container}, which needs the package `av`"
+    elif content[:4] == b"FORM":
+        given = "AIFF"
+    raise InvalidRequest(f"`{field}` must be a file in one of the formats {WORDS}. Given: {given}", field)
+
+
+def _av_container(content: bytes) -> str:
+    if content[4:8] == b"ftyp":
+        return "MP4"
+    return "Matroska" if content[:4] == b"\x1a\x45\xdf\xa3" else ""
 
 
 def _is_mpeg_frame(head: bytes) -> bool:
