@@ -155,11 +155,13 @@ class Shards:
     async def take_over(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> "takeover.TakenOver | None":
         """Take over what ranks hold of an earlier router that has warmed up in the same way.
 
-        None if that cannot be: `clear` must come next, then `warmup`.
+        None if that cannot be: `clear` must come next, then `warmup`. No rank waits for another one then, whatever the
+        earlier router has sent to one of them alone.
         """
-        if not takeover.takes_over(self.infos):
+        if not takeover.can_be_asked(self.infos):
             return None
-        return await takeover.take_over(self.clients, self._warmup_request(sequences, limits))
+        left = await takeover.take_over(self.clients, self._warmup_request(sequences, limits))
+        return left if takeover.takes_over(self.infos) else None
 
     @property
     def keeps_outputs(self) -> bool:
