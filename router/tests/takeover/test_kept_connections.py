@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes import eventually
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from funitel.proto.errors import FunitelError
 from funitel.router.core.journal import RequestJournal
 from funitel.router.transport.kept_answer import keep
+from funitel.router.transport.kept_connection import KeptConnection
 from funitel.router.transport.sse import EventStream, Put
 from funitel.router.transport.takeover import Lost
 
@@ -654,6 +656,14 @@ async def test_a_client_that_has_left_meanwhile_costs_nothing() -> None:
             return
         await app.allow(NUM_EVENTS)
         await eventually(released(sockets), "the connection is released")
+
+
+def test_an_answer_that_is_not_kept_is_not_noted_once_its_client_has_left() -> None:
+    keeper = Mock()
+    kept = KeptConnection(keeper, 1)
+    kept.release()
+    assert kept.begin_unkept(1)
+    assert not keeper.put_request.called
 
 
 def released(sockets: KeptSockets) -> Callable[[], Awaitable[bool]]:
