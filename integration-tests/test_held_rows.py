@@ -17,6 +17,7 @@ from funitel.proto.takeover.state import NumberedCall, SequenceOutputs, TakeOver
 from funitel.router.connect import connect
 from funitel.router.replica_set.replica_set import ReplicaSet
 from funitel.router.settings import RouterSettings
+from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.dying_router import NUM_ANSWERED, decode, prefill, sequences, stub_of, warmup
 from funitel_testing.outputs import key_of
@@ -169,6 +170,11 @@ async def test_a_router_with_other_settings_waits_for_no_rank(kind: str, tmp_pat
         wait_until(lambda: all(Path(f"{socket}-{rank}").exists() for rank in range(2)), SECONDS)
         ranks = Ranks(socket)
         await ranks.ready()
+        await asyncio.to_thread(die, socket, 1)
+        await ranks.wait_until_busy(1)
+        left = await Shards.connect(f"unix://{socket}-0", keeps=True)
+        await asyncio.wait_for(left.settle(), SECONDS)
+        await left.close()
         await asyncio.to_thread(die, socket, 1)
         await ranks.wait_until_busy(1)
         settings = RouterSettings(master_shard_uds_path=f"{socket}-0", keeper="unused", lora_folder=str(tmp_path))

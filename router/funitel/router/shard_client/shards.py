@@ -93,7 +93,7 @@ class Shards:
         """Find all ranks through rank 0, drop the batches of an earlier router, and ask for their facts.
 
         It waits for shards that are still loading, with a log line every ten seconds. If it `keeps` the batches,
-        `take_over` or `clear` must be the next call.
+        `take_over`, `settle` or `clear` must be the next call.
 
         Raises:
             StartupError: they do not answer within `timeout_seconds`, or they do not speak this protocol.
@@ -162,6 +162,15 @@ class Shards:
             return None
         left = await takeover.take_over(self.clients, self._warmup_request(sequences, limits))
         return left if takeover.takes_over(self.infos) else None
+
+    async def settle(self) -> None:
+        """Drop the batches of an earlier router, also where it has sent a step to some of the ranks alone.
+
+        `clear` by itself would wait for such a step, which is never finished.
+        """
+        if takeover.can_be_asked(self.infos):
+            await takeover.take_over(self.clients, pb.WarmupRequest())
+        await self.clear()
 
     @property
     def keeps_outputs(self) -> bool:
