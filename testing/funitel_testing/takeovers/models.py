@@ -24,12 +24,15 @@ _SEEDED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
 class KilledDeployment:
     """Flags of a server beside those that all have, and the kinds of requests that it is asked.
 
-    Each answer has `num_tokens`, so many that its stream outlives three routers.
+    Each answer has `num_tokens`, so many that its stream outlives three routers. `loads` are bodies of requests to load
+    adapters that come before. With fewer than five clients none pipelines its requests.
     """
 
     flags: tuple[str, ...]
     asks: Sequence[RawAsk]
     num_tokens: int = 300
+    loads: Sequence[Mapping[str, str]] = ()
+    num_clients: int = 12
 
 
 def _body(number: int, num_tokens: int, **parameters: Any) -> dict[str, Any]:
@@ -110,6 +113,17 @@ def _with_adapters(folder: Path, *flags: str) -> KilledDeployment:
     return KilledDeployment(("--model-id", str(model), "--lora-adapters", ",".join(entries), *flags), asks)
 
 
+def _with_adapters_of_run_time(folder: Path) -> KilledDeployment:
+    """Requests in the journal go on with them; the next router answers later ones by the model itself."""
+    model, root = save_endless(folder / "model"), folder / "adapters"
+    for seed, (name, made) in enumerate(zip(ADAPTERS, (EIGHT[1], EIGHT[7]), strict=True)):
+        save_adapter(model, root / name, made, seed)
+    one, other = map(text_asks, ADAPTERS)
+    loads = [{"lora_name": name, "lora_path": name} for name in ADAPTERS]
+    flags = ("--model-id", str(model), "--lora-folder", str(root))
+    return KilledDeployment(flags, (one[0], other[2], one[3], other[1]), 900, loads, num_clients=4)
+
+
 def _hybrid(folder: Path, *flags: str) -> KilledDeployment:
     smallest = ZOO["qwen3_5"]
     dataclasses.replace(smallest, config=dict(smallest.config) | {"max_position_embeddings": CONTEXT}).save(folder)
@@ -128,6 +142,7 @@ KILLED_DEPLOYMENTS: Mapping[str, Callable[[Path], KilledDeployment]] = {
     "adapters": lambda folder: _with_adapters(folder),
     "adapters-on-two-ranks": lambda folder: _with_adapters(folder, *TWO_RANKS),
     "adapters-in-turn": lambda folder: _with_adapters(folder, "--max-loras", "1"),
+    "adapters-of-run-time": lambda folder: _with_adapters_of_run_time(folder),
     "stages": lambda folder: _llama(folder, *TWO_STAGES),
     "recurrent": lambda folder: _hybrid(folder),
     "recurrent-on-two-ranks": lambda folder: _hybrid(folder, *TWO_RANKS),
