@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -17,11 +18,19 @@ from typing import Any
 import httpx
 import pytest
 
+from funitel_testing.faults.model import save_endless
 from funitel_testing.servers import descendants, free_port, samples_of, serving
+from funitel_testing.takeovers.asks import RawAsk
+from funitel_testing.takeovers.load import Comparison, disturbed, report, undisturbed
 from funitel_testing.tiny import save_tiny
 
 PATIENCE_SECONDS = 180.0
 FUNITEL = [sys.executable, "-m", "funitel"]
+NUM_STREAMS, NUM_TOKENS = 8, 800
+STREAM = {"model": "tiny", "ignore_eos": True, "stream": True}
+STREAMS = [
+    RawAsk("a stream", lambda n, t: ("/v1/completions", STREAM | {"prompt": f"{n} cats", "seed": n, "max_tokens": t}))
+]
 
 
 def eventually(claim: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> float:
@@ -269,6 +278,28 @@ def test_a_router_that_dies_comes_back_and_uses_the_models_again(server: ManyMod
     os.kill(router, signal.SIGKILL)
     eventually(lambda: server.router_pid() != router, "another router")
     eventually(lambda: server.complete("tiny").status_code == 200, "an answer", 60)
+    assert server.shard_pids("tiny") == pids
+
+
+def test_a_router_that_dies_leaves_the_sequences_of_all_replicas(server: ManyModels, tmp_path: Path) -> None:
+    model = save_endless(tmp_path / "model")
+    server.launch(model, name="tiny", replicas=2, settings={"num_threads": 1})
+    pids, router = server.shard_pids("tiny"), server.router_pid()
+    known = asyncio.run(undisturbed(server.port, NUM_STREAMS, NUM_TOKENS, STREAMS))
+    assert {answer.status for answer in known.values()} == {200}
+    comparison = Comparison()
+
+    async def strike() -> None:
+        await asyncio.sleep(0.3)
+        os.kill(router, signal.SIGKILL)
+
+    asyncio.run(disturbed(server.port, NUM_STREAMS, NUM_TOKENS, known, strike, comparison, STREAMS))
+    assert not comparison.problems, report(comparison)
+    eventually(lambda: "took over sequences=" in server.log.read_text(), "the sequences in the log", 10)
+    line = next(each for each in server.log.read_text().splitlines() if "took over sequences=" in each)
+    assert re.search(r"sequences=[1-9]\d* .*resumed=0 recomputed=0", line), line
+    samples = samples_of(server.ask("GET", "/metrics").text)
+    assert not sum(value for name, value in samples.items() if name.startswith("funitel_blocks{") and '"used"' in name)
     assert server.shard_pids("tiny") == pids
 
 

@@ -14,10 +14,16 @@ from funitel.proto import wire
 from funitel.proto.step import Capability
 from funitel.proto.takeover import wire as takeover_wire
 from funitel.proto.takeover.state import NumberedCall, SequenceOutputs, TakeOverState, join_outputs
+from funitel.router.connect import connect
+from funitel.router.replica_set.replica_set import ReplicaSet
+from funitel.router.settings import RouterSettings
+from funitel.router.shard_client.shards import Shards
+from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.dying_router import NUM_ANSWERED, decode, prefill, sequences, stub_of, warmup
 from funitel_testing.outputs import key_of
 from funitel_testing.servers import wait_until
 from funitel_testing.shards import shards
+from funitel_testing.takeovers.routers import abandon
 from funitel_testing.tiny import save_tiny
 
 NUM_BEGUN = NUM_ANSWERED + 3
@@ -155,3 +161,24 @@ async def test_a_router_that_is_refused_may_clear_ranks_of_which_one_waited(tmp_
             key_of(i): NUM_BEGUN for i in (1, 2, 3)
         }
         assert await ranks.undisturbed()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_router_with_other_settings_waits_for_no_rank(kind: str, tmp_path: Path) -> None:
+    model, socket = save_tiny("llama", tmp_path / "model"), tmp_path / "shard"
+    with shards(model, socket, 2, "--block-size", "4", *KINDS[kind]):
+        wait_until(lambda: all(Path(f"{socket}-{rank}").exists() for rank in range(2)), SECONDS)
+        ranks = Ranks(socket)
+        await ranks.ready()
+        await asyncio.to_thread(die, socket, 1)
+        await ranks.wait_until_busy(1)
+        left = await Shards.connect(f"unix://{socket}-0", keeps=True)
+        await asyncio.wait_for(left.settle(), SECONDS)
+        await left.close()
+        await asyncio.to_thread(die, socket, 1)
+        await ranks.wait_until_busy(1)
+        settings = RouterSettings(master_shard_uds_path=f"{socket}-0", keeper="unused", lora_folder=str(tmp_path))
+        fleet = await asyncio.wait_for(connect(settings, Metrics()), SECONDS)
+        assert isinstance(fleet, ReplicaSet)
+        assert not fleet._serving[0].engine.held
+        await abandon(fleet)

@@ -94,6 +94,26 @@ def test_one_in_use_is_not_replaced(executor: Executor, folder: Path) -> None:
     executor.unload_adapter("a")
 
 
+def test_another_router_finds_those_of_rows_without_a_read(executor: Executor, folder: Path) -> None:
+    executor.clear()
+    for name in ("a0", "a1"):
+        executor.load_adapter(name, str(folder / name))
+    before = executor.adapters.get("a0")
+    prefill(executor, 1, [start(1, PROMPT, 12, adapter_id="a0")])
+    for _ in range(2):  # routers, of which the first one ends before it has loaded any
+        executor.hold()
+        for name in ("a0", "a1"):
+            with pytest.raises(InvalidRequest, match="is not loaded"):
+                executor.adapters.get(name)
+    assert executor.load_adapter("a0", str(folder / "a0")) is before
+    executor.clear()
+    left = weakref.ref(before)
+    del before
+    executor.hold()
+    gc.collect()
+    assert left() is None, "nothing holds it"
+
+
 def test_the_weights_of_one_that_is_unloaded_are_freed(executor: Executor, folder: Path) -> None:
     executor.clear()
     weights = weakref.ref(executor.load_adapter("freed", str(folder / "a0")).weights)

@@ -47,6 +47,18 @@ def test_a_row_is_claimed_once_by_the_sequence_with_its_tokens() -> None:
     assert (pool.num_used, len(held)) == (2, 0)  # those of the claimed row are its sequence's
 
 
+def test_a_row_with_an_adapter_is_claimed_by_a_sequence_that_gets_it() -> None:
+    pool, asked = BlockPool(6, 4), sequence(adapter=Adapter("x", "/x", "x@1"))
+    for adapter_id, is_loaded, is_claimed in (("x@1", True, True), ("x@1", False, False), ("x@2", True, False)):
+        row = replace(ROW, adapter_id=adapter_id)
+        held = HeldRows(pool, [row])
+        found = held.claim(asked, lambda row, is_loaded=is_loaded: is_loaded)  # type: ignore[misc]
+        assert found == (row if is_claimed else None)
+        assert (pool.num_used, len(held)) == (2 if is_claimed else 0, 0)
+        if is_claimed:
+            pool.free(row.blocks)
+
+
 @pytest.mark.parametrize(
     "asks",
     [

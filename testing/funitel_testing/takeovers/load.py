@@ -48,12 +48,12 @@ def _difference(chunks: Sequence[bytes], known: Sequence[bytes]) -> str:
     return f"{len(chunks)} chunks instead of {len(known)}"
 
 
-async def undisturbed(port: int, count: int, num_tokens: int) -> Reference:
+async def undisturbed(port: int, count: int, num_tokens: int, kinds: Sequence[RawAsk] = ASKS) -> Reference:
     """The answers of so many requests, each kind in turn, while nothing dies."""
     found: Reference = {}
 
     async def ask(number: int) -> None:
-        kind = ASKS[number % len(ASKS)]
+        kind = kinds[number % len(kinds)]
         connection = await RawConnection.to(port)
         await connection.send(kind.request(number, num_tokens))
         found[kind.name, number] = await connection.answer()
@@ -70,6 +70,7 @@ async def disturbed(
     known: Reference,
     strike: Callable[[], Awaitable[None]],
     comparison: Comparison,
+    kinds: Sequence[RawAsk] = ASKS,
 ) -> None:
     """Ask the same requests again, while `strike` does its work, and compare every answer."""
 
@@ -77,9 +78,9 @@ async def disturbed(
         is_slow = number % SLOW_EVERY == SLOW_EVERY - 1
         numbers = [number]
         if number % PIPELINED_EVERY == PIPELINED_EVERY - 1:
-            numbers.append((number + len(ASKS)) % count)
+            numbers.append((number + len(kinds)) % count)
         closes = len(numbers) == 1 and number % CLOSING_EVERY == CLOSING_EVERY - 1
-        asks = [(ASKS[each % len(ASKS)], each) for each in numbers]
+        asks = [(kinds[each % len(kinds)], each) for each in numbers]
         connection = await RawConnection.to(port, is_slow=is_slow)
         await connection.send(*(kind.request(each, num_tokens, closes=closes) for kind, each in asks))
         for kind, each in asks:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from funitel.model_server.adapters.peft_folder import AdapterTensors, BaseModules, read_adapter
 from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
@@ -18,7 +19,7 @@ class AdapterWeights(Protocol):
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PlacedAdapter:
     """A loaded adapter. Its memory is free when neither the registry nor a row holds it."""
 
@@ -66,6 +67,7 @@ class LoadedAdapters:
         self._base = base
         self._reason = reason if max_rank else "--max-lora-rank is 0"
         self._adapters: dict[str, PlacedAdapter] = {}
+        self._left: WeakValueDictionary[str, PlacedAdapter] = WeakValueDictionary()  # of an earlier router, in rows
         self._loading = threading.Lock()
 
     def load(self, adapter_id: str, path: str, is_used: Callable[[PlacedAdapter], bool]) -> PlacedAdapter:
@@ -84,6 +86,10 @@ class LoadedAdapters:
             known = self._adapters.get(adapter_id)
             if known is not None and known.path == path:
                 return known
+            left = self._left.pop(adapter_id, None)
+            if known is None and left is not None and left.path == path:
+                self._adapters[adapter_id] = left
+                return left
             if known is not None and is_used(known):
                 raise InvalidRequest(
                     f"adapter {adapter_id} is in use from {known.path}: unload it before {path} is loaded"
@@ -114,6 +120,12 @@ class LoadedAdapters:
 
     def clear(self) -> None:
         """Forget all adapters."""
+        self._adapters.clear()
+        self._left.clear()
+
+    def leave(self) -> None:
+        """Forget all adapters for a router that knows of none; those that rows hold are not read again by `load`."""
+        self._left.update(dict(self._adapters))  # another thread may load one meanwhile
         self._adapters.clear()
 
     def get(self, adapter_id: str) -> PlacedAdapter:

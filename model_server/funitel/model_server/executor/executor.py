@@ -202,8 +202,8 @@ class Executor:
     def hold(self) -> HeldBatches:
         """All rows, once the steps before are known as far as rows depend on them; another router goes on with them.
 
-        Rows keep the adapters and the features of media that they use. Other features are dropped, as that router does
-        not know of them.
+        Rows keep the adapters and the features of media that they use. Others are dropped, as that router does not know
+        of them.
 
         Raises:
             InvalidRequest: the rows depend on a call with copies of blocks that has failed; nothing has changed.
@@ -214,6 +214,7 @@ class Executor:
         if self.runner.is_in_doubt:
             raise InvalidRequest("a call with copies of blocks has failed: ClearCache comes next")
         held = self.batches.hold()
+        self.adapters.leave()
         if self.media is not None:
             self.media.clear()
         return held

@@ -188,6 +188,21 @@ class Engine:
         self.new_ids = count(max((row.request_id + 1 for row in rows), default=0))
         self._steps.is_held = bool(rows)
 
+    def claim(self, sequence: Sequence) -> HeldRow | None:
+        """Take the row that an earlier router has left of a sequence; None: its tokens are computed again.
+
+        The row has its adapter from now on, which must be loaded; `go_on` comes next.
+        """
+        request = sequence.request
+
+        def takes_adapter(row: HeldRow) -> bool:
+            is_behind = is_background(request.key)
+            return request.adapter is None or self._adapters.take(
+                row.request_id, request.adapter, is_background=is_behind
+            )
+
+        return self.held.claim(sequence, takes_adapter)
+
     def go_on(self, sequence: Sequence, stream: TokenStream, row: HeldRow) -> None:
         """Let a sequence of an earlier router go on in its row, which it has claimed."""
         sequence.id = row.request_id

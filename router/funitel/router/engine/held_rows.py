@@ -3,7 +3,7 @@
 Their blocks are in use meanwhile. Event loop only.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Seq
 
 from funitel.proto.takeover.state import HeldBatch, HeldRow
@@ -27,7 +27,7 @@ def _is_sound(row: HeldRow, num_blocks: int, block_size: int) -> bool:
 def may_go_on(sequence: Sequence) -> bool:
     """Whether a row may be that of a sequence: not where it has more than blocks, which another router cannot know."""
     request = sequence.request
-    return request.beams is None and request.adapter is None and not request.media
+    return request.beams is None and not request.media
 
 
 class HeldRows:
@@ -48,13 +48,17 @@ class HeldRows:
         """Output keys of the rows that no request has claimed."""
         return list(self._rows)
 
-    def claim(self, sequence: Sequence) -> HeldRow | None:
-        """Take the row of a sequence out, with its blocks; one that has other tokens is dropped, and None returned."""
-        key = sequence.request.output_key
+    def claim(self, sequence: Sequence, may_run: Callable[[HeldRow], bool] = lambda row: True) -> HeldRow | None:
+        """Take the row of a sequence out, with its blocks.
+
+        One that has other tokens or another adapter, or that may not run, is dropped, and None returned.
+        """
+        key, adapter = sequence.request.output_key, sequence.request.adapter
         row = self._rows.get(key)
         if row is None:
             return None
-        if may_go_on(sequence) and row.num_known == sequence.num_known and not row.adapter_id and not row.state_slot:
+        is_alike = row.num_known == sequence.num_known and row.adapter_id == (adapter.id if adapter else None)
+        if may_go_on(sequence) and is_alike and not row.state_slot and may_run(row):
             return self._rows.pop(key)
         self.drop(key)
         return None

@@ -137,7 +137,12 @@ class StepLoop:
         return await self._lose(error)
 
     async def rows_dropped(self) -> None:
-        """Return once the shards hold no row of those sequences that have left by now, and compute none of them."""
+        """Return once the shards hold no row of those sequences that have left by now, and compute none of them.
+
+        Rows of an earlier router that no request has claimed yet have not left, and nothing is computed meanwhile.
+        """
+        if self.is_held:
+            return
         left = self._replica.rows - self._scheduler.running.keys()
         while not self.has_ended and left & (self._replica.rows - self._scheduler.running.keys()):
             turned = self._turned = self._turned or asyncio.Event()

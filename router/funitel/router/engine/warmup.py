@@ -146,9 +146,7 @@ async def start(
 
 async def _take_over(ranks: LeftRanks, replica: Replica, settings: RouterSettings) -> TakenOver | None:
     """Take over what an earlier router has left, or clear the ranks and return None."""
-    left = None
-    if settings.lora_adapters is None and settings.lora_folder is None:  # the ranks may have adapters, else
-        left = await ranks.take_over(*_largest_prefill(settings))
+    left = await ranks.take_over(*_largest_prefill(settings))
     if left is not None:
         block_size = replica.info.block_size
         num_blocks = min(result.pool_tokens or 0 for result in left.warmups) // block_size

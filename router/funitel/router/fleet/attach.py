@@ -57,6 +57,7 @@ class Attachment:
         self._leaving: set[str] = set()  # addresses of replicas that requests still use
         self._released: set[int] = set()  # that drain and were said to be released
         self._refused_weights: dict[int, float] = {}
+        self._has_served = False  # a service was made since this router began
 
     def look(self) -> None:
         """Take note of a snapshot, also while a step is under way that takes long."""
@@ -212,20 +213,46 @@ class Attachment:
         await task
 
     async def _start(self, replica: FleetReplica) -> None:
-        """Make the service of the model over its first replica."""
-        settings = settings_of(self._models.own.settings, self.model.entry, replica.address)
+        """Make the service of the model over its first replica, and over all that an earlier router may have used.
+
+        Sequences of that router are on any of them: a replica that joined later would have to drop them.
+        """
+        began, others = time.monotonic(), self._left_by_another(replica)
+        try:
+            service = await self._service_over([replica, *others])
+        except FunitelError as error:
+            if not others:
+                raise
+            logger.warning("model %s: its replicas are attached one by one: %s", self.model.name, error.message)
+            service, others = await self._service_over([replica]), []
+        if self._models.replayed is not None:
+            service.replays_begun(self._models.replayed)
+        for each in others:
+            self._failed.pop(each.id, None)
+            self._attached[each.id] = each
+            self._say_attached(each.id, time.monotonic() - began)
+        self.model.attach(service)
+
+    def _left_by_another(self, first: FleetReplica) -> list[FleetReplica]:
+        """The other replicas that an earlier router may have used; none where this one has served the model before."""
+        if self._models.own.settings.keeper is None or self._has_served:
+            return []
+        self._has_served = True
+        return [each for each in self._replicas.values() if each.id != first.id and self._is_joinable(each)]
+
+    async def _service_over(self, replicas: list[FleetReplica]) -> Service:
+        """Make a service of the model over some replicas."""
+        settings = settings_of(self._models.own.settings, self.model.entry, replicas[0].address)
+        places = [ReplicaAddress(each.id, each.address, each.weight) for each in replicas]
         failures: list[FunitelError] = []
         async with AsyncExitStack() as undo:
             service = Service(settings)
             undo.push_async_callback(service.close)
-            place = ReplicaAddress(replica.id, replica.address, replica.weight)
-            await service.start(partial(self._connect, replicas=[place]), failures.append)
+            await service.start(partial(self._connect, replicas=places), failures.append)
             if failures:
                 raise failures[0]
             undo.pop_all()
-        if self._models.replayed is not None:
-            service.replays_begun(self._models.replayed)
-        self.model.attach(service)
+        return service
 
     async def _add(self, service: Service, replica: FleetReplica) -> None:
         live = _live(service)

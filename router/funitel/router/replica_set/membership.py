@@ -146,8 +146,11 @@ class Membership(ABC, Generic[T]):
         try:
             async with AsyncExitStack() as undo:
                 timeout = self._settings.shard_connect_timeout
-                shards = await Shards.connect(address, timeout, self._settings.shard_tls)
+                is_kept = self._settings.keeper is not None
+                shards = await Shards.connect(address, timeout, self._settings.shard_tls, keeps=is_kept)
                 undo.push_async_callback(shards.close)
+                if is_kept:
+                    await shards.settle()
                 member = await self._join(place, shards)
                 undo.callback(member.slot.metrics.remove)
                 undo.push_async_callback(member.close)

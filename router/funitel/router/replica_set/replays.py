@@ -73,7 +73,7 @@ class Replays(Membership[ServingReplica]):
     def _go_on(self, sequence: Sequence, stream: TokenStream) -> TakenUp:
         """Let a sequence go on in its row, or else compute its tokens again."""
         for member in self._serving:
-            row = member.engine.held.claim(sequence)
+            row = member.engine.claim(sequence)
             if row is not None:
                 self._newest = sequence.request, member
                 member.engine.go_on(sequence, stream, row)

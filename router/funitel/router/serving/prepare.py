@@ -28,6 +28,7 @@ from funitel.router.text.control_text import Spans
 from funitel.router.text.tokenizer import Tokenizer, TooManyTokens, word_forms
 
 NO_NAMES: Mapping[str, str] = {}
+ADAPTER_FACT = "adapter"  # of the journal of a request: name, path and id
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,16 @@ async def prepare(
 
 
 def _adapter(service: Service, sampling: SamplingRequest, arrived: Arrival) -> Adapter | None:
-    """The adapter that a request names; raises BrokenRule, ModelNotFound, or Forbidden where its key is not for it."""
+    """The adapter that a request names; raises BrokenRule, ModelNotFound, or Forbidden where its key is not for it.
+
+    Of a request that is replayed it is the one that an earlier router has found: this router may not know it.
+    """
+    journal = request_context.current().journal
     adapter = None
-    if sampling.adapter_id:
+    if journal.knows(ADAPTER_FACT):
+        known_facts: list[str] = journal.draw(ADAPTER_FACT, list)
+        adapter = Adapter(*known_facts)
+    elif sampling.adapter_id:
         known = service.adapters.get(sampling.adapter_id)
         if known is None:
             raise BrokenRule(
@@ -164,8 +172,12 @@ def _adapter(service: Service, sampling: SamplingRequest, arrived: Arrival) -> A
         adapter = known.adapter
     elif sampling.model:
         adapter = service.adapters.named_by_model(sampling.model)
-    if adapter is not None and arrived.account is not None:
+    if adapter is None:
+        return None
+    if arrived.account is not None:
         arrived.account.check_model(adapter.name)
+    found = [adapter.name, adapter.path, adapter.id]
+    journal.draw(ADAPTER_FACT, lambda: found)
     return adapter
 
 

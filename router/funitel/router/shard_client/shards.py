@@ -93,7 +93,7 @@ class Shards:
         """Find all ranks through rank 0, drop the batches of an earlier router, and ask for their facts.
 
         It waits for shards that are still loading, with a log line every ten seconds. If it `keeps` the batches,
-        `take_over` or `clear` must be the next call.
+        `take_over`, `settle` or `clear` must be the next call.
 
         Raises:
             StartupError: they do not answer within `timeout_seconds`, or they do not speak this protocol.
@@ -155,11 +155,22 @@ class Shards:
     async def take_over(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> "takeover.TakenOver | None":
         """Take over what ranks hold of an earlier router that has warmed up in the same way.
 
-        None if that cannot be: `clear` must come next, then `warmup`.
+        None if that cannot be: `clear` must come next, then `warmup`. No rank waits for another one then, whatever the
+        earlier router has sent to one of them alone.
         """
-        if not takeover.takes_over(self.infos):
+        if not takeover.can_be_asked(self.infos):
             return None
-        return await takeover.take_over(self.clients, self._warmup_request(sequences, limits))
+        left = await takeover.take_over(self.clients, self._warmup_request(sequences, limits))
+        return left if takeover.takes_over(self.infos) else None
+
+    async def settle(self) -> None:
+        """Drop the batches of an earlier router, also where it has sent a step to some of the ranks alone.
+
+        `clear` by itself would wait for such a step, which is never finished.
+        """
+        if takeover.can_be_asked(self.infos):
+            await takeover.take_over(self.clients, pb.WarmupRequest())
+        await self.clear()
 
     @property
     def keeps_outputs(self) -> bool:

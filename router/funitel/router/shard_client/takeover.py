@@ -28,17 +28,19 @@ class TakenOver:
     warmups: tuple[WarmupResult, ...]  # of the ranks, in their order
 
 
+def can_be_asked(infos: Sequence[ShardInfo]) -> bool:
+    """Whether ranks tell what they hold of an earlier router."""
+    return all(Capability.TAKE_OVER in info.capabilities for info in infos)
+
+
 def takes_over(infos: Sequence[ShardInfo]) -> bool:
     """Whether a router can go on with the rows of these ranks.
 
     Not where the shards hold what only the earlier router knew of, features of media or states of recurrent layers; nor
     where several micro-batches take turns.
     """
-    return all(
-        Capability.TAKE_OVER in info.capabilities
-        and Capability.STATE_SLOTS not in info.capabilities
-        and info.media is None
-        and info.num_stages <= 1
+    return can_be_asked(infos) and all(
+        Capability.STATE_SLOTS not in info.capabilities and info.media is None and info.num_stages <= 1
         for info in infos
     )
 

@@ -219,10 +219,10 @@ class KeptConnection:
     def begin_unkept(self, number: int) -> bool:
         """Note that the answer of a request begins that is not in the journal.
 
-        False if its client has bytes of another answer to it.
+        False if its client has bytes of another answer to it. Nothing of it is written once the client has left.
         """
         if self._transport is None:
-            return True  # nothing of it is sent
+            return True
         self._known.pop(number, None)
         self._waiting.discard(number)
         self._begun.discard(number)
