@@ -118,6 +118,7 @@ FAULTS = (
         why="it is started again, and takes over connections and sequences",
         scene=PAIR,
         strike=kill_router,
+        is_wearing=True,
     ),
     Fault(
         name="replacement of the router by SIGUSR2",
@@ -125,6 +126,7 @@ FAULTS = (
         why="the next one takes over from it",
         scene=PAIR,
         strike=replace_router,
+        is_wearing=True,
     ),
     Fault(
         name="kill -9 of the keeper",
@@ -132,6 +134,7 @@ FAULTS = (
         why="the router has the connections too, and gives them to the next keeper",
         scene=PAIR,
         strike=kill_keeper,
+        is_wearing=True,
     ),
     Fault(
         name="kill -9 of the router and of the only shard at once",

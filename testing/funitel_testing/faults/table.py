@@ -47,7 +47,7 @@ class Fault:
             is the instant at which a killed server was gone, where that may be later: it took requests until then.
         obstacle: why it cannot be done on this machine; empty where it can.
         causes: whether a request causes it.
-        is_wearing: shards are started again, which the launcher does later and later.
+        is_wearing: processes are started again, which the launcher does later and later, and so often at most.
         is_away: nothing listens on the port for a while.
         is_brief: part of the short form.
     """
