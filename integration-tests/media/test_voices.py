@@ -97,7 +97,7 @@ async def check_refusals(client: httpx.AsyncClient, family: str) -> None:
     """One line that names the field, for each."""
     good = base64.b64decode(base64_of(sound(1.0)))
     bad: list[tuple[bytes, str]] = [
-        (b"hello", "must be a file in one of the formats WAV, FLAC, OGG (Vorbis or Opus) and MP3"),
+        (b"hello", "must be a file in one of the formats WAV, FLAC, OGG (Vorbis or Opus), MP3"),
         (b"", "must be a file in one of the formats"),
         (good[:44], "has no samples"),
         (good[:20], "cannot be decoded as WAV"),

@@ -31,6 +31,7 @@ async def test_a_router_that_was_not_recorded_is_found(tmp_path: Path) -> None:
         assert other.pid == first.pid
         assert (tmp_path / RECORD).exists()
     finally:
+        await other.stop(5)  # it may have adopted the keeper, with its listening sockets
         await first.stop(5)
     assert not router_of(tmp_path).adopt()
 

@@ -561,6 +561,7 @@ def test_a_prefill_that_fails_leaves_no_rows(executor: Executor, monkeypatch: py
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
         RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
         NotEnoughMemory("there is no memory left for this step"),
     ],
     ids=str,

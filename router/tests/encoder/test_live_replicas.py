@@ -27,7 +27,7 @@ async def running(
     """An engine over fake encoders, and further ones that `add` finds by the number in their address."""
     fakes, metrics = [FakeEncoder() for _ in range(4)], Metrics()
 
-    async def connect(address: str, *_: object) -> FakeEncoder:
+    async def connect(address: str, *_: object, keeps: bool = False) -> FakeEncoder:
         return fakes[int(address[-1])]
 
     monkeypatch.setattr(Shards, "connect", connect)

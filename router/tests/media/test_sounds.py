@@ -148,8 +148,8 @@ async def test_items_have_keys_by_what_they_are(make: Services) -> None:
 
 async def test_sounds_that_cannot_be_are_refused_with_a_reason(make: Services) -> None:
     service = make("voxtral", max_audio_seconds=2.0, max_audio_bytes=200_000)
-    assert "formats WAV, FLAC, OGG (Vorbis or Opus) and MP3" in await refusal(service, b"hello")
-    assert "Given: MP4" in await refusal(service, b"\0\0\0\x20ftypM4A " + bytes(40))
+    assert "formats WAV, FLAC, OGG (Vorbis or Opus), MP3" in await refusal(service, b"hello")
+    assert "cannot be decoded as MP4" in await refusal(service, b"\0\0\0\x20ftypM4A " + bytes(40))
     assert "must be at most 2 s long (--max-audio-seconds)" in await refusal(service, wav(sound(2.1)))
     assert "has 256044 bytes: at most 200000 are taken (--max-audio-bytes)" in await refusal(service, wav(sound(8.0)))
     assert "has no samples" in await refusal(service, wav(np.zeros(0, np.float32)))
