@@ -22,7 +22,7 @@ T = TypeVar("T")
 # What torch and the C++ library say of memory that is not there, in errors of no class of its own.
 _WORDS_OF_NO_MEMORY = (
     *("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory"),
-    "can't start new thread",  # for whose stack there is no memory
+    "can't start new thread",  # there is no memory for its stack
 )
 
 
