@@ -15,7 +15,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++
 WORKDIR /src
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server,otlp,oidc,av --no-editable /opt/funitel
+    PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server,otlp,oidc --no-editable /opt/funitel
 # On a read-only root, what is not compiled to bytecode here would be at every start. Some files of libraries cannot be.
 RUN /opt/funitel/bin/python -m compileall -qq /opt/funitel/lib || true
 
