@@ -113,7 +113,7 @@ def build_app(
     app.state.steps = StepSessions()
     app.state.takes_changes = is_local or is_guarded(settings)
     app.state.pages = pages
-    app.state.journalled_paths = journalled_paths(settings)
+    app.state.journalled_paths = journalled_paths(routes)
     return app
 
 

@@ -1,6 +1,6 @@
 """Make the routes of an application of the table: each behind its gate and the choice of its model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from starlette.convertors import PathConvertor, register_url_convertor
@@ -39,13 +39,10 @@ def gated_routes(
     return [_gated(operation, accounts, models, loads) for operation in listed], partial(pages, listed)
 
 
-def journalled_paths(settings: RouterSettings) -> frozenset[str]:
-    """The paths, without parameters, of requests that may be put into the journal before their handler begins."""
-    return frozenset(
-        operation.path
-        for operation in operations(settings)
-        if operation.method == "POST" and "{" not in operation.path and is_journalled(operation.handler)
-    )
+def journalled_paths(routes: Iterable[Route]) -> frozenset[str]:
+    """The paths, without parameters, of POST requests that may be put into the journal before their handler begins."""
+    posts = (route for route in routes if "POST" in (route.methods or ()) and not route.param_convertors)
+    return frozenset(route.path for route in posts if is_journalled(route.endpoint))
 
 
 def _gated(operation: Operation, accounts: Accounts, models: ServedModels, loads: Loads | None) -> Route:
