@@ -44,9 +44,14 @@ def test_a_text_its_tokens_and_lists_of_either_are_the_same_prompt(llm: LLM) -> 
     prompts = llm.generate("Hello", GREEDY, use_tqdm=False)[0]
     assert (prompts.prompt, len(prompts.prompt_token_ids), len(prompts.outputs)) == ("Hello", len(encoded), 1)
     token_ids = prompts.prompt_token_ids
-    found = ids(llm, [token_ids, "Hello", list(token_ids)], GREEDY)
-    assert found == [[prompts.outputs[0].token_ids]] * 3
-    assert ids(llm, list(token_ids), GREEDY) == found[:1]
+    named = [
+        {"prompt": "Hello"},
+        {"prompt_token_ids": list(token_ids)},
+        {"prompt": None, "prompt_token_ids": token_ids},
+    ]
+    found = ids(llm, [token_ids, "Hello", list(token_ids), *named], GREEDY)
+    assert found == [[prompts.outputs[0].token_ids]] * 6
+    assert ids(llm, list(token_ids), GREEDY) == ids(llm, named[0], GREEDY) == found[:1]
     assert llm.generate([token_ids], GREEDY, use_tqdm=False)[0].prompt is None
 
 
@@ -58,7 +63,13 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     ("prompts", "message"),
     [
         (3, "prompts must be a text, token ids or a list of these, given 3"),
-        ({"prompt": "a"}, "prompts must be a text, token ids or a list of these, given {'prompt': 'a'}"),
+        (
+            {"prompt": "a", "multi_modal_data": {}},
+            "prompt 0 must have 'prompt' or 'prompt_token_ids' and no other key, given 'prompt', 'multi_modal_data'",
+        ),
+        ([{}], "prompt 0 must have 'prompt' or 'prompt_token_ids' and no other key, given none"),
+        ([{"prompt_token_ids": "a"}], "prompt 0 must be a text or token ids, given 'a'"),
+        ([[*range(300), "b"]], "prompt 0 must be a text or token ids, given [0, 1, 2, 3, 4, 5, ...]"),
         (["a", None], "prompt 1 must be a text or token ids, given None"),
         (["a", [1, "b"]], "prompt 1 must be a text or token ids, given [1, 'b']"),
         (["a", [True]], "prompt 1 must be a text or token ids, given [True]"),
@@ -383,6 +394,30 @@ def test_an_interrupt_takes_every_sequence_out(llm: LLM) -> None:
     assert engine.requests.streams == {}
     assert not engine._scheduler.waiting
     assert not engine._scheduler.running
+    assert len(ids(llm, "after", GREEDY)) == 1
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupt_at_the_start_of_a_call_takes_its_sequences_out(
+    llm: LLM, has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loop = llm._model.engine, llm._model.loop._loop
+    call_soon = loop.call_soon_threadsafe
+
+    def interrupted(*call: Any) -> None:
+        monkeypatch.undo()
+        if has_begun:
+            call_soon(*call)
+            while not engine._scheduler.running:
+                time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", interrupted)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["long"] * 20, SamplingParams(max_tokens=200, ignore_eos=True, n=2), use_tqdm=False)
+    assert time.monotonic() < begin + 4
+    assert engine.requests.streams == {}
     assert len(ids(llm, "after", GREEDY)) == 1
 
 

@@ -1,5 +1,6 @@
 """Encode the caller's prompts and conversations to tokens; every error names the index of its prompt."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -17,7 +18,8 @@ from funitel.router.text.model_files import ModelFiles
 from funitel.router.text.template_renderer import TemplateTexts
 from funitel.router.text.tokenizer import NO_TEMPLATE, word_forms
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or one of them under the name that vLLM has for it: `prompt`, `prompt_token_ids`."""
 Message: TypeAlias = Mapping[str, Any]
 
 
@@ -156,18 +158,38 @@ def room_for(prompt: EncodedPrompt, max_tokens: int | None, limits: Limits) -> i
 
 def _as_list(given: Any) -> Sequence[Any]:
     """A list of prompts; a single prompt becomes a list of one."""
-    if isinstance(given, str) or (isinstance(given, Sequence) and given and _is_id(given[0])):
+    if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and _is_id(given[0])):
         return [given]
-    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
-        raise InvalidRequest(f"prompts must be a text, token ids or a list of these, given {given!r}", "prompts")
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise InvalidRequest(
+            f"prompts must be a text, token ids or a list of these, given {reprlib.repr(given)}", "prompts"
+        )
     return given
 
 
 def _as_prompt(place: int, item: Any) -> str | tuple[int, ...]:
-    if isinstance(item, str):
-        return item
+    if isinstance(item, Mapping):
+        return _named_prompt(place, item)
+    return item if isinstance(item, str) else _ids(place, item)
+
+
+def _named_prompt(place: int, item: Mapping[str, Any]) -> str | tuple[int, ...]:
+    """The prompt of a mapping with `prompt_token_ids` or else `prompt`, and no other key that has a value."""
+    given = {name: value for name, value in item.items() if value is not None}
+    ids, text = (
+        given.pop("prompt_token_ids", None),
+        given.pop("prompt", None),
+    )  # vLLM takes the ids where both are given
+    if given or (ids is None and text is None):
+        names = ", ".join(map(repr, item))
+        message = f"prompt {place} must have 'prompt' or 'prompt_token_ids' and no other key, given {names or 'none'}"
+        raise InvalidRequest(message, "prompts")
+    return text if ids is None and isinstance(text, str) else _ids(place, text if ids is None else ids)
+
+
+def _ids(place: int, item: Any) -> tuple[int, ...]:
     if isinstance(item, bytes | Mapping) or not isinstance(item, Sequence) or not all(map(_is_id, item)):
-        raise InvalidRequest(f"prompt {place} must be a text or token ids, given {item!r}", "prompts")
+        raise InvalidRequest(f"prompt {place} must be a text or token ids, given {reprlib.repr(item)}", "prompts")
     return tuple(map(index, item))
 
 
@@ -178,7 +200,7 @@ def _is_id(value: Any) -> bool:
 
 def _listed(messages: Any) -> Sequence[Any]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequest(f"a conversation must be a list of messages, given {messages!r}", "messages")
+        raise InvalidRequest(f"a conversation must be a list of messages, given {reprlib.repr(messages)}", "messages")
     return messages
 
 

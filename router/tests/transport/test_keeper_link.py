@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -310,6 +311,27 @@ async def test_a_router_serves_on_and_feeds_the_next_keeper(
         JournalledRequest(3, BIG, {"key": 3}),
     ]
     assert caplog.text.count("keeper is lost") == 1
+
+
+async def test_a_connection_on_its_way_from_a_keeper_that_has_ended_is_served(
+    deployment: Deployment, router: RouterSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, _ = await a_connection(deployment, router)
+    client = deployment.client()
+    channel = router.link._channel
+    assert channel is not None
+    select.select([channel.sock], [], [], PATIENCE_SECONDS)  # the loop does not run: the connection is not received
+    deployment.kill_keeper()
+    router.link.put_request(kept.id, 1, b"asked", {})  # notices it
+    await until(lambda: len(router.got) == 2)
+    assert router.got[-1].sock.getpeername() == client.getsockname()
+    router.got[-1].sock.sendall(b"answered")
+    assert client.recv(100) == b"answered"
+    deployment.start_keeper()
+    await fed(caplog)
+    router.end()
+    left = {each.id: each for each in (await another(deployment)).left}
+    assert left.keys() == {kept.id, router.got[-1].id}
 
 
 async def test_many_keepers_may_end(deployment: Deployment, router: RouterSide) -> None:

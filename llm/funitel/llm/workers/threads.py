@@ -82,19 +82,23 @@ class LoopThread:
             NotReady: the thread was closed before or during the call.
         """
         done: Future[T] = Future()
-        with self._lock:
-            if self._is_closed:
-                work.close()
-                raise NotReady(CLOSED)
-            self._loop.call_soon_threadsafe(self._begin, work, done)
         with ExitStack() as undo:
-            undo.callback(wait, [done], timeout=CANCEL_SECONDS)
-            undo.callback(self._loop.call_soon_threadsafe, self._cancel, done)
+            with self._lock:
+                if self._is_closed:
+                    work.close()
+                    raise NotReady(CLOSED)
+                undo.callback(self._give_up, work, done)  # before the start: an interrupt may come right behind it
+                self._loop.call_soon_threadsafe(self._begin, work, done)
             while not wait([done], timeout=POLL_SECONDS).done:
                 meanwhile()
             meanwhile()
             undo.pop_all()
         return done.result()
+
+    def _give_up(self, work: Coroutine[Any, Any, T], done: "Future[T]") -> None:
+        """Cancel work that was started, or is not going to be, and wait for its end."""
+        self._loop.call_soon_threadsafe(self._cancel, work, done)
+        wait([done], timeout=CANCEL_SECONDS)
 
     def post(self, call: Callable[[], None]) -> None:
         """Run a call on the loop soon; calls run in the order in which they were posted.
@@ -139,9 +143,12 @@ class LoopThread:
         self._tasks[done] = self._loop.create_task(work)
         self._tasks[done].add_done_callback(finish)
 
-    def _cancel(self, done: "Future[Any]") -> None:
+    def _cancel(self, work: Coroutine[Any, Any, T], done: "Future[T]") -> None:
         if done in self._tasks:
             self._tasks[done].cancel()
+        elif done.cancel():  # it was not started
+            work.close()
+            done.set_running_or_notify_cancel()
 
     async def _end(self, shut_down: Callable[[], Awaitable[None]]) -> None:
         try:

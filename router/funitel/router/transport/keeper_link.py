@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,8 +214,17 @@ class KeeperLink:
         logger.error("the keeper is lost, serving on without one until the next: %s", lost)
         if self._loop is not None:
             self._loop.remove_reader(channel.sock.fileno())
+            self._receive_rest(channel)
             self._finding = self._loop.create_task(self._find())
         channel.close()
+
+    def _receive_rest(self, channel: Channel) -> None:
+        """Take the connections that the keeper had accepted and sent before it ended."""
+        assert self._loop is not None, "it sends connections to routers that are ready"
+        with suppress(ChannelLost):
+            while (packet := channel.receive()) is not None:
+                if packet.kind is Kind.CONNECTION and (kept := self._kept(packet)) is not None:
+                    self._loop.call_soon(self.on_connection, kept)  # the caller may be in the middle of a request
 
     async def _find(self) -> None:
         """Give everything to the next keeper, unless it refuses this router."""
