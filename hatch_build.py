@@ -36,7 +36,7 @@ class CompiledStep(BuildHookInterface):  # type: ignore[type-arg]
 
         self._folder = TemporaryDirectory(prefix="funitel-wheel-")
         folder = Path(self._folder.name)
-        self.app.display_info("compiling the C++ step for every instruction set, about half a minute of one core")
+        self.app.display_info("compiling the C++ step for every instruction set, some minutes of one core")
         try:
             build_prebuilt(folder)
         except CannotBuild as error:

@@ -171,6 +171,13 @@ def test_memory_is_that_of_the_blocks(tmp_path: Path) -> None:
     assert matrix_bytes(MatrixKind.Q4_0, 17, 64) == 32 * 2 * 18
 
 
+def test_a_file_does_not_stay_mapped_once_it_was_read(tmp_path: Path) -> None:
+    """Its pages would count as memory of the process, as much again as the weights."""
+    decoder = fused_decoder(save_blocks("smollm", tmp_path, "Q4_1"), Tier.GGUF, TensorParallel())
+    assert decoder.has_blocks
+    assert str(tmp_path / "blocks.gguf") not in Path("/proc/self/maps").read_text()
+
+
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from funitel.model_server.cpu.compiler import (
     CannotBuild,
     CompileTarget,
     choose_target,
+    compile_objects,
     find_compiler,
     run_compiler,
 )
@@ -154,6 +155,10 @@ def _compile(compiler: str, target: CompileTarget, library: Path) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     logger.info("building the fused CPU step source=%s compiler=%s folder=%s", target.source, compiler, library.parent)
     begin = time.monotonic()
-    run_compiler([compiler, *target.flags, "-shared", str(target.path), "-o", str(library)])
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled = compile_objects(compiler, [target], Path(folder))[target]
+        if isinstance(compiled, CannotBuild):
+            raise compiled
+        run_compiler([compiler, "-shared", "-pthread", *map(str, compiled), "-o", str(library)])
     logger.info("built the fused CPU step seconds=%.1f", time.monotonic() - begin)
     return library

@@ -4,9 +4,11 @@ The standard library is all that this module needs: the build of a wheel imports
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +34,19 @@ class CannotBuild(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """A source of `SOURCES`, compiled for one of `INSTRUCTION_SETS`."""
+    """A source of `SOURCES`, compiled for one of `INSTRUCTION_SETS`.
+
+    `engine_*.cpp` belong to `engine.cpp`: each is compiled by itself, beside the others.
+    """
 
     source: str
     instruction_set: str
 
     @property
-    def path(self) -> Path:
-        """The source."""
-        return SOURCES / self.source
+    def paths(self) -> list[Path]:
+        """The source, and those that belong to it."""
+        path = SOURCES / self.source
+        return [path, *sorted(SOURCES.glob(f"{path.stem}_*.cpp"))]
 
     @property
     def suffix(self) -> str:
@@ -57,7 +63,7 @@ class CompileTarget:
     def digest(self) -> str:
         """Of the flags, the source and all headers."""
         digest = hashlib.sha256("\n".join(self.flags).encode())
-        for path in [*sorted(SOURCES.glob("*.h")), self.path]:
+        for path in [*sorted(SOURCES.glob("*.h")), *self.paths]:
             digest.update(path.name.encode() + path.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -80,6 +86,34 @@ def find_compiler() -> str:
     if found is None:
         raise CannotBuild(f"there is no C++ compiler ({', '.join(COMPILERS)})")
     return found
+
+
+def compile_objects(
+    compiler: str, targets: Iterable[CompileTarget], folder: Path
+) -> dict[CompileTarget, list[Path] | CannotBuild]:
+    """Compile all sources of the targets into object files in `folder`, one on each CPU of this process at a time.
+
+    Returns:
+        The object files of each target, or why the first of them could not be made.
+    """
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        begun = {
+            target: [pool.submit(_compile_object, compiler, target, path, folder) for path in target.paths]
+            for target in targets
+        }
+    found: dict[CompileTarget, list[Path] | CannotBuild] = {}
+    for target, tasks in begun.items():
+        try:
+            found[target] = [task.result() for task in tasks]
+        except CannotBuild as error:
+            found[target] = error
+    return found
+
+
+def _compile_object(compiler: str, target: CompileTarget, source: Path, folder: Path) -> Path:
+    path = folder / f"{source.stem}_{target.suffix}.o"
+    run_compiler([compiler, *target.flags, "-c", str(source), "-o", str(path)])
+    return path
 
 
 def run_compiler(command: Sequence[str]) -> None:

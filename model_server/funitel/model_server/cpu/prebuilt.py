@@ -7,9 +7,7 @@ library and `compiler` are all that this module needs: the build of a wheel impo
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from funitel.model_server.cpu.compiler import (
@@ -18,6 +16,7 @@ from funitel.model_server.cpu.compiler import (
     STEP,
     CannotBuild,
     CompileTarget,
+    compile_objects,
     find_compiler,
     run_compiler,
 )
@@ -62,14 +61,13 @@ def build_prebuilt(folder: Path) -> None:
             left out with a warning if only they are unknown.
     """
     compiler = find_compiler()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = dict(zip(TARGETS, pool.map(lambda target: _compile(compiler, target, folder), TARGETS), strict=True))
-    objects = dict(_built(compiled))
+    objects = dict(_built(compile_objects(compiler, TARGETS, folder)))
+    paths = [path for each in objects.values() for path in each]
     exported = folder / "exported.map"
     exported.write_text(_EXPORTED)
     link = [compiler, "-shared", "-pthread", f"-Wl,--version-script={exported}"]
-    run_compiler([*link, *map(str, objects.values()), "-o", str(folder / LIBRARY)])
-    for path in (exported, *objects.values()):
+    run_compiler([*link, *map(str, paths), "-o", str(folder / LIBRARY)])
+    for path in (exported, *paths):
         path.unlink()
     contents = {
         "sha256": _sha256(folder / LIBRARY),
@@ -78,18 +76,11 @@ def build_prebuilt(folder: Path) -> None:
     (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
 
 
-def _compile(compiler: str, target: CompileTarget, folder: Path) -> Path | CannotBuild:
-    path = folder / f"{Path(target.source).stem}_{target.suffix}.o"
-    try:
-        run_compiler([compiler, *target.flags, "-c", str(target.path), "-o", str(path)])
-    except CannotBuild as error:
-        return error
-    return path
-
-
-def _built(compiled: Mapping[CompileTarget, Path | CannotBuild]) -> Iterator[tuple[CompileTarget, Path]]:
+def _built(
+    compiled: Mapping[CompileTarget, list[Path] | CannotBuild],
+) -> Iterator[tuple[CompileTarget, list[Path]]]:
     for target, result in compiled.items():
-        if isinstance(result, Path):
+        if isinstance(result, list):
             yield target, result
         elif target.source == "encoder.cpp":
             logger.warning("encoders are left out of the prebuilt library: %s", result)

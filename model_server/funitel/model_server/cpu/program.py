@@ -78,6 +78,8 @@ class Program:
         self.total_sharded_bytes = self._matrices.total_sharded_bytes
         self.kinds = self._matrices.kinds
         self._set(self._operations)
+        # All that refers to the checkpoint: a file that stays mapped counts as memory beside the weights of the engine.
+        del self._weights, self._matrices, self._vectors, self._blocks, self._do
 
     def _set(self, operations: list[NativeOperation]) -> None:
         self._current = [each for each in operations if self._takes_features or each.code not in _OF_FEATURES]

@@ -125,6 +125,14 @@ using BlockQ3_B32T1 = FieldBlock<Fields<32, 1, 2>>;
 using BlockQ2_B32T1 = FieldBlock<Fields<32, 0, 2>>;
 template <int Inputs, int Bits>
 using BlockA16 = FieldBlock<Fields<Inputs, 0, Bits, true>>;
+using BlockA16W8_G32 = BlockA16<32, 8>;
+using BlockA16W8_G64 = BlockA16<64, 8>;
+using BlockA16W8_G128 = BlockA16<128, 8>;
+using BlockA16W8_G256 = BlockA16<256, 8>;
+using BlockA16W4_G32 = BlockA16<32, 4>;
+using BlockA16W4_G64 = BlockA16<64, 4>;
+using BlockA16W4_G128 = BlockA16<128, 4>;
+using BlockA16W4_G256 = BlockA16<256, 4>;
 
 // Codes of 11 levels, pairs of them as numbers of 7 bits: even + 11 x odd. A quad has two pairs, each in the place of its two
 // bytes, from which both codes are computed.

@@ -50,8 +50,15 @@ inline int byte_at(const Quads& quads, int panel, int lane, int input) {
 // Bits of each byte of a quad: `count` of them from `first` on, moved to `target`.
 inline Bytes bits_of(const Quads& quads, int panel, int part, int first, int count, int target = 0) {
     Bytes bytes = load_quad(quads, panel, part);
-    if (first > target) bytes = shift_right(bytes, first - target);
-    if (first < target) bytes = shift_left(bytes, target - first);
+    if (kRegisters == 16 && !__builtin_constant_p(first)) {
+        // g++ would leave a branch for each quad in the loop over quads.
+        bytes = shift_right(bytes, first);
+        if (target > 0) bytes = shift_left(bytes, target);
+    } else if (first > target) {
+        bytes = shift_right(bytes, first - target);
+    } else if (first < target) {
+        bytes = shift_left(bytes, target - first);
+    }
     return both(bytes, splat_bytes(static_cast<uint8_t>(((1 << count) - 1) << target)));
 }
 
@@ -239,9 +246,18 @@ struct BlockInt8 {
 template <class Block>
 struct TableCodes {
     static __m128i table() {
-        alignas(16) uint8_t bytes[16];
-        for (int i = 0; i < 16; i++) bytes[i] = static_cast<uint8_t>(Block::kValues[i] + Block::kZero);
-        return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+        static constexpr Table values = make_table();
+        return _mm_load_si128(reinterpret_cast<const __m128i*>(values.bytes));
+    }
+
+  private:
+    struct alignas(16) Table {
+        uint8_t bytes[16];
+    };
+    static constexpr Table make_table() {
+        Table made{};
+        for (int i = 0; i < 16; i++) made.bytes[i] = static_cast<uint8_t>(Block::kValues[i] + Block::kZero);
+        return made;
     }
 };
 

@@ -113,25 +113,25 @@ inline void multiply(const typename Kernel::Number* w, const typename Kernel::Ac
 // Panels of a pair multiplied at a time, so that the accumulators fit in the registers.
 constexpr int dense_panels_at_once(int rows) { return kRegisters == 32 || rows <= 3 ? kPair : 1; }
 
-// Call `finish(row, panel of the pair, sums)` for R rows of a tile.
-template <class Kernel, int R, class Finish>
-void multiply_tile(const typename Kernel::Number* w, int depth, const uint8_t* tile, Finish finish) {
+// sums[r][p] = the products of row r of a tile of R rows with panel p of a pair.
+template <class Kernel, int R>
+void multiply_tile(const typename Kernel::Number* w, int depth, const uint8_t* tile, F16 (*sums)[kPair]) {
     constexpr int P = dense_panels_at_once(R);
     const auto* x = reinterpret_cast<const typename Kernel::Activation*>(tile);
     for (int panel = 0; panel < kPair; panel += P) {
-        F16 sums[R][P];
-        multiply<Kernel, R, P>(w + panel * kLanes * kTogether<typename Kernel::Number>, x, depth, sums);
+        F16 found[R][P];
+        multiply<Kernel, R, P>(w + panel * kLanes * kTogether<typename Kernel::Number>, x, depth, found);
         for (int r = 0; r < R; r++) {
-            for (int p = 0; p < P; p++) finish(r, panel + p, sums[r][p]);
+            for (int p = 0; p < P; p++) sums[r][panel + p] = found[r][p];
         }
     }
 }
 
-template <class Kernel, class Finish>
-void multiply_by(const typename Kernel::Number* w, int depth, const uint8_t* tile, int count, Finish finish) {
+template <class Kernel>
+void multiply_by(const typename Kernel::Number* w, int depth, const uint8_t* tile, int count, F16 (*sums)[kPair]) {
     switch (count) {
 #define FUNITEL_CASE(R) \
-    case R: return multiply_tile<Kernel, R>(w, depth, tile, finish);
+    case R: return multiply_tile<Kernel, R>(w, depth, tile, sums);
         FUNITEL_CASE(1)
         FUNITEL_CASE(2)
         FUNITEL_CASE(3)
@@ -150,17 +150,16 @@ void multiply_by(const typename Kernel::Number* w, int depth, const uint8_t* til
     }
 }
 
-template <class W, class Finish>
-void multiply_dense(const W* w, int depth, const uint8_t* tile, int count, Finish finish) {
-    multiply_by<DenseProduct<W>>(w, depth, tile, count, finish);
+template <class W>
+void multiply_dense(const W* w, int depth, const uint8_t* tile, int count, F16 (*sums)[kPair]) {
+    multiply_by<DenseProduct<W>>(w, depth, tile, count, sums);
 }
 
-template <class Finish>
-void multiply_dense(const Brain* w, int depth, const uint8_t* tile, int count, Finish finish) {
+inline void multiply_dense(const Brain* w, int depth, const uint8_t* tile, int count, F16 (*sums)[kPair]) {
 #if defined(__AVX512VNNI__)
-    if (has_pair_products()) return multiply_by<FastPairProduct>(w, depth, tile, count, finish);
+    if (has_pair_products()) return multiply_by<FastPairProduct>(w, depth, tile, count, sums);
 #endif
-    multiply_by<PairProduct>(w, depth, tile, count, finish);
+    multiply_by<PairProduct>(w, depth, tile, count, sums);
 }
 
 }  // namespace funitel

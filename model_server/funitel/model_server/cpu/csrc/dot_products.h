@@ -5,6 +5,7 @@
 // bits and more would overflow (255 x 127 x 2 > 32767): those are signed there, and their signs are moved to the levels.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "vector.h"
@@ -221,6 +222,12 @@ struct Codes {
 
 #endif
 
+// Quads whose sums of two products fit in 16 bits together.
+constexpr int quads_fitting(int most_code) {
+    const int most = is_wide(most_code) ? 1 : 32767 / (2 * most_code * kMostLevel);
+    return most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+}
+
 template <int MostCode, int Zero>
 class DotSum {
   public:
@@ -251,12 +258,8 @@ class DotSum {
     Bytes total() const { return total_; }
 
   private:
-    // Quads whose sums of two products fit in 16 bits together.
-    static constexpr int fitting() {
-        int most = is_wide(MostCode) ? 1 : 32767 / (2 * MostCode * kMostLevel);
-        return most >= 4 ? 4 : most >= 2 ? 2 : 1;
-    }
-    static constexpr int kQuadsEach = fitting();
+    // Four at most: so many quads have a scale of their own in some blocks.
+    static constexpr int kQuadsEach = std::min(quads_fitting(MostCode), 4);
 
     Bytes total_, recent_;
 };

@@ -27,6 +27,15 @@ struct RowBlock {
     LevelPlane low, high;
 };
 
+// Whether some of `R` rows have levels of 16 bits; those of the others are 0 in the high plane, which adds nothing to them.
+template <int R>
+inline bool has_high(const RowBlock* x) {
+    int32_t some = 0;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) some |= x[r].low.has_high;
+    return some != 0;
+}
+
 inline void set_plane(LevelPlane& plane, const F16 (&levels)[kHalves], float scale) {
     plane.scale = scale;
     for (int h = 0; h < kHalves; h++) {

@@ -33,40 +33,27 @@ struct Of {
     using Type = T;
 };
 
+// Kinds made of codes, each with blocks of the type Block<name>; the products of each list are compiled in a file of their own.
+#define FUNITEL_OLD_GGUF(EACH) EACH(Int8) EACH(Q4_0) EACH(Q4_1) EACH(Q5_0) EACH(Q5_1) EACH(Q8_0) EACH(IQ4_NL) EACH(MXFP4)
+#define FUNITEL_K_QUANTS(EACH) EACH(Q2_K) EACH(Q3_K) EACH(Q4_K) EACH(Q5_K) EACH(Q6_K) EACH(IQ4_XS)
+#define FUNITEL_MIXED(EACH)                                                                                              \
+    EACH(Q8_B32T1) EACH(Q6_B64T1) EACH(Q5_B64T1) EACH(Q4_B32T1) EACH(Q4_B64T1) EACH(Q3H_B64T1) EACH(Q3_B32T1) EACH(Q2_B32T1)
+#define FUNITEL_GROUPED(EACH)                                                                                            \
+    EACH(A16W8_G32) EACH(A16W8_G64) EACH(A16W8_G128) EACH(A16W8_G256)                                                    \
+    EACH(A16W4_G32) EACH(A16W4_G64) EACH(A16W4_G128) EACH(A16W4_G256)
+
 // Call `function` with the type of a kind's blocks of codes.
 template <class Function>
 auto with_block(Kind kind, Function function) {
     switch (kind) {
-        case kQ4_0: return function(Of<BlockQ4_0>());
-        case kQ4_1: return function(Of<BlockQ4_1>());
-        case kQ5_0: return function(Of<BlockQ5_0>());
-        case kQ5_1: return function(Of<BlockQ5_1>());
-        case kQ8_0: return function(Of<BlockQ8_0>());
-        case kQ2_K: return function(Of<BlockQ2_K>());
-        case kQ3_K: return function(Of<BlockQ3_K>());
-        case kQ4_K: return function(Of<BlockQ4_K>());
-        case kQ5_K: return function(Of<BlockQ5_K>());
-        case kQ6_K: return function(Of<BlockQ6_K>());
-        case kIQ4_NL: return function(Of<BlockIQ4_NL>());
-        case kIQ4_XS: return function(Of<BlockIQ4_XS>());
-        case kMXFP4: return function(Of<BlockMXFP4>());
-        case kQ8_B32T1: return function(Of<BlockQ8_B32T1>());
-        case kQ6_B64T1: return function(Of<BlockQ6_B64T1>());
-        case kQ5_B64T1: return function(Of<BlockQ5_B64T1>());
-        case kQ4_B32T1: return function(Of<BlockQ4_B32T1>());
-        case kQ4_B64T1: return function(Of<BlockQ4_B64T1>());
-        case kQ3H_B64T1: return function(Of<BlockQ3H_B64T1>());
-        case kQ3_B32T1: return function(Of<BlockQ3_B32T1>());
-        case kQ2_B32T1: return function(Of<BlockQ2_B32T1>());
-        case kA16W8_G32: return function(Of<BlockA16<32, 8>>());
-        case kA16W8_G64: return function(Of<BlockA16<64, 8>>());
-        case kA16W8_G128: return function(Of<BlockA16<128, 8>>());
-        case kA16W8_G256: return function(Of<BlockA16<256, 8>>());
-        case kA16W4_G32: return function(Of<BlockA16<32, 4>>());
-        case kA16W4_G64: return function(Of<BlockA16<64, 4>>());
-        case kA16W4_G128: return function(Of<BlockA16<128, 4>>());
-        case kA16W4_G256: return function(Of<BlockA16<256, 4>>());
-        default: return function(Of<BlockInt8>());
+#define FUNITEL_CASE(name) \
+    case k##name: return function(Of<Block##name>());
+        FUNITEL_OLD_GGUF(FUNITEL_CASE)
+        FUNITEL_K_QUANTS(FUNITEL_CASE)
+        FUNITEL_MIXED(FUNITEL_CASE)
+        FUNITEL_GROUPED(FUNITEL_CASE)
+#undef FUNITEL_CASE
+        default: std::abort();  // a kind of floating-point numbers
     }
 }
 

@@ -47,7 +47,6 @@ struct Product {
 
     // `more`: what adapters add to each row of the tile that has one.
     void multiply_tile(int pair, int tile, bool is_cold, const float (*more)[kPair][kLanes]) const {
-        float gates[kTileRows][kLanes];
         const int count = operand.rows_of(tile);
         float* start = target + size_t(tile) * operand.tile_rows * width;
         const F16 factor = splat(scale);
@@ -63,37 +62,45 @@ struct Product {
         if (has_outliers) {
             matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart, matrix.pair(pair));
         }
-        auto finish = [&](int r, int panel_of_pair, F16 value) {
-            int panel = pair * kPair + panel_of_pair;
-            if (panel >= matrix.num_panels) return;
-            if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
-            if (has_outliers) value = add(value, load(apart[r][panel_of_pair]));
-            if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
-            if (added != nullptr && added->has(first_row + r)) value = add(value, load(more[r][panel_of_pair]));
-            if (mode == kGate) {
-                if (panel % 2 == 0) return store(gates[r], activate(activation, value));
-                value = mul(load(gates[r]), value);
-                panel /= 2;
-            }
-            int output = panel * kLanes, n = matrix.num_outputs - output;
-            float* y = start + r * width + output;
-            if (mode == kAccumulate) value = fma(value, factor, load(y, n));
-            if (mode == kActivate) value = activate(activation, value);
-            if (mode == kMultiply) value = mul(value, load(y, n));
-            store(y, value, n);
-        };
+        F16 sums[kTileRows][kPair];
         const uint8_t* x = operand.tile(matrix, tile);
-        if (!has_codes(matrix.kind)) {
+        if (has_codes(matrix.kind)) {
+            with_block(matrix.kind, [&](auto of) {
+                const auto* w = reinterpret_cast<const typename decltype(of)::Type*>(matrix.pair(pair));
+                multiply_all_rows(w, matrix.num_blocks(), is_cold, reinterpret_cast<const RowBlock*>(x), count, sums);
+            });
+        } else {
             with_float(matrix.kind, [&](auto of) {
                 using Number = typename decltype(of)::Type;
-                multiply_dense(reinterpret_cast<const Number*>(matrix.pair(pair)), matrix.num_inputs, x, count, finish);
+                multiply_dense(reinterpret_cast<const Number*>(matrix.pair(pair)), matrix.num_inputs, x, count, sums);
             });
-            return;
         }
-        with_block(matrix.kind, [&](auto of) {
-            const auto* w = reinterpret_cast<const typename decltype(of)::Type*>(matrix.pair(pair));
-            multiply_all_rows(w, matrix.num_blocks(), is_cold, reinterpret_cast<const RowBlock*>(x), count, finish);
-        });
+        const int num_panels = std::min(kPair, matrix.num_panels - pair * kPair);
+        for (int r = 0; r < count; r++) {
+            float gate[kLanes];
+            for (int p = 0; p < num_panels; p++) {
+                int panel = pair * kPair + p;
+                F16 value = sums[r][p];
+                if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
+                if (has_outliers) value = add(value, load(apart[r][p]));
+                if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
+                if (added != nullptr && added->has(first_row + r)) value = add(value, load(more[r][p]));
+                if (mode == kGate) {
+                    if (p == 0) {
+                        store(gate, activate(activation, value));
+                        continue;
+                    }
+                    value = mul(load(gate), value);
+                    panel /= 2;
+                }
+                const int output = panel * kLanes, n = matrix.num_outputs - output;
+                float* y = start + r * width + output;
+                if (mode == kAccumulate) value = fma(value, factor, load(y, n));
+                if (mode == kActivate) value = activate(activation, value);
+                if (mode == kMultiply) value = mul(value, load(y, n));
+                store(y, value, n);
+            }
+        }
     }
 };
 
