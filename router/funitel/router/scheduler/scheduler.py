@@ -70,7 +70,7 @@ class Scheduler:
         self._searching = self._running.searching
         self._beams = BeamPlanner(blocks, self.shares, self._running, self._prefill, self._checkpoints)
         self._preemption = PreemptionPolicy(policy.preemption_victim, self.shares, self._prefill, self.running)
-        self.ttft_estimator = TtftEstimator(self.step_time, self._prefill, self.running)
+        self.ttft_estimator = TtftEstimator(self.step_time, self._prefill, self.shares, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
 
@@ -201,7 +201,10 @@ class Scheduler:
         if part.with_pending or (may_enter and self.waiting):
             starts = self._prefill.spend(
                 self._budget(
-                    part.load, most_seconds, has_media=self._has_media(part.with_pending, may_enter=may_enter)
+                    part.load,
+                    most_seconds,
+                    num_prompts=len(part.with_pending) + (self.waiting.num_foreground if may_enter else 0),
+                    has_media=self._has_media(part.with_pending, may_enter=may_enter),
                 ),
                 part.computed,
                 part.with_pending,
@@ -246,18 +249,20 @@ class Scheduler:
         first = self.waiting.first() if may_enter and self.waiting else None
         return any(each.request.media for each in (*with_pending, *([] if first is None else [first])))
 
-    def _budget(self, load: StepLoad, most_seconds: float | None = None, *, has_media: bool = False) -> ChunkBudget:
+    def _budget(
+        self, load: StepLoad, most_seconds: float | None = None, *, num_prompts: int = 1, has_media: bool = False
+    ) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`, in a step of so many seconds."""
         max_tokens = self.policy.max_batch_prefill_tokens
         if self.bisector.max_tokens is not None:
             max_tokens = min(max_tokens, self.bisector.max_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(max_tokens), load=load)
-        has_several_keys = self.shares.num_known_keys > 1 or self.shares.num_busy[True] > 0
         return self.step_time.budget(
             max_tokens,
             load,
-            has_several_keys=has_several_keys,
+            num_prompts=num_prompts,
+            has_several_keys=self.shares.has_several_keys,
             has_media=has_media,
             most_seconds=most_seconds or None,
         )

@@ -89,6 +89,11 @@ class FairShares:
         """Keys that have sequences, or had some while others did."""
         return len(self._tokens)
 
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether prompts and streams may be of different keys."""
+        return self.num_known_keys > 1 or self.num_busy[True] > 0
+
     def tokens_of(self, key: bytes) -> int:
         """Return what a key was given, by the count that decides on the next key."""
         return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least_on_return(is_background(key)))

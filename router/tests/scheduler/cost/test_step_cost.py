@@ -20,6 +20,7 @@ from funitel.router.scheduler.cost.step_cost import (
     SHARED_GROWTH,
     URGENT_FACTOR,
     StepCostModel,
+    gap_factor,
 )
 
 Noise = Callable[[], float]
@@ -137,6 +138,41 @@ def test_a_prompt_with_media_makes_shorter_gaps_and_is_never_urgent() -> None:
             if has_media:
                 assert 1.2 * plain < machine.seconds(budget.load) < 1.1 * MEDIA_GAP_FACTOR * plain
     assert counts[True, True] == counts[True, False] < counts[False, False] < counts[False, True]
+
+
+@pytest.mark.parametrize("num_streams", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("num_prompts", "factor"),
+    [(1, GAP_FACTOR), (2, GAP_FACTOR + 1), (3, GAP_FACTOR + 2), (4, URGENT_FACTOR), (40, URGENT_FACTOR)],
+)
+def test_prompts_that_wait_behind_others_make_longer_gaps_but_not_those_of_other_keys(
+    num_streams: int, num_prompts: int, factor: float
+) -> None:
+    assert gap_factor(num_prompts) == factor
+    machine = Machine(base=0.05)
+    load = StepLoad(num_streams, num_streams * 200)
+    machine.decode(num_decodes=num_streams)
+    machine.prompt(3000, num_decodes=num_streams)
+    plain = machine.seconds(load)
+    for has_several_keys, expected in ((False, factor), (True, GAP_FACTOR)):
+        for _ in range(6):  # chunks grow step by step
+            budget = machine.model.budget(
+                4096, replace(load), num_prompts=num_prompts, has_several_keys=has_several_keys
+            )
+            budget.take(0, 4096)
+            machine.run(budget.load)
+        assert 0.85 * expected * plain < machine.seconds(budget.load) < 1.1 * expected * plain
+
+
+def test_the_time_of_queued_prompts_is_estimated_with_the_longer_gaps_they_are_given() -> None:
+    machine = Machine(base=0.05)
+    machine.decode()
+    machine.prompt(3000)
+    load = StepLoad(16, 16 * 200)
+    for num_prompts, factor in ((1, GAP_FACTOR), (5, gap_factor(3)), (400, URGENT_FACTOR)):
+        plain, costs = machine.model.plain_seconds(load), machine.model.prompts_seconds(load, 60.0, num_prompts)
+        assert costs == pytest.approx(60.0 * factor / (factor - 1), rel=0.1)
+        assert costs > 60.0 + plain
 
 
 @pytest.mark.parametrize("num_steps", [1, 30])

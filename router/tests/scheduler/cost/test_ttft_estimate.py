@@ -101,22 +101,35 @@ def test_what_is_ahead_is_the_prompts_that_are_not_computed_and_the_streams_of_a
     scheduler = scheduler_of()
     streams = {0: sequence_of(10, 1, num_generated=3), 1: sequence_of(20, 2)}
     ahead = [sequence_of(30, 30), sequence_of(1, 1)]
-    estimate = TtftEstimator(scheduler.step_time, PrefillOfNoPrefix(), streams).behind(ahead)
+    estimate = TtftEstimator(scheduler.step_time, PrefillOfNoPrefix(), scheduler.shares, streams).behind(ahead)
     assert estimate.load == StepLoad(4, 13 + 20 + 30 + 1)
     assert estimate.prompt_seconds == pytest.approx((2 + 30) * SECONDS_OF_A_TOKEN, rel=0.02)
     assert estimate.has_room
 
 
 def test_prompts_ahead_cost_what_they_do_beside_the_streams_that_run() -> None:
-    step_time = scheduler_of().step_time
+    scheduler = scheduler_of()
+    step_time = scheduler.step_time
     for i in range(100):
         load = StepLoad(1, 50)
         step_time.observe(load, 0.01)
         load.add_chunk(0, 5 + i)
         step_time.observe(load, 0.01 + 3 * SECONDS_OF_A_TOKEN * load.num_prompt_tokens)
     for streams, factor in (({}, 1), ({0: sequence_of(10, 1, num_generated=3)}, 3)):
-        estimate = TtftEstimator(step_time, PrefillOfNoPrefix(), streams).behind([sequence_of(30, 30)])
+        estimator = TtftEstimator(step_time, PrefillOfNoPrefix(), scheduler.shares, streams)
+        estimate = estimator.behind([sequence_of(30, 30)])
         assert estimate.prompt_seconds == pytest.approx(factor * 30 * SECONDS_OF_A_TOKEN, rel=0.02)
+
+
+def test_prompts_of_one_key_alone_shorten_the_estimate_as_they_do_the_steps() -> None:
+    scheduler = scheduler_of()
+    streams = {0: sequence_of(10, 1, num_generated=3)}
+    estimator = TtftEstimator(scheduler.step_time, PrefillOfNoPrefix(), scheduler.shares, streams)
+    ahead = [sequence_of(30, 30) for _ in range(5)]
+    assert estimator.behind(ahead).num_queued == 5
+    for key in (A, B):
+        scheduler.shares.join(key)
+    assert estimator.behind(ahead).num_queued == 0
 
 
 def test_where_nothing_was_measured_nor_is_ahead_nothing_is_estimated() -> None:

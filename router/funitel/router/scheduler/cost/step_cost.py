@@ -16,6 +16,9 @@ GAP_FACTOR = 2.5
 # The same where a prompt has media: encoding them took far longer than the rest of the prompt does, so smaller chunks
 # cost its first token little, and the streams that the encoder has slowed already keep gaps under twice the usual.
 MEDIA_GAP_FACTOR = 1.7
+# Each prompt that waits behind another adds so many plain decode steps, up to `URGENT_FACTOR` in all: the last of many
+# waits for all the steps of those before it, which one prompt alone does not.
+FACTOR_PER_QUEUED = 1.0
 # A shorter gap is not kept at the cost of prompts: 25 tokens a second are faster than reading. A fast device, with
 # plain steps of a few milliseconds, would else spend two fifths of its time on few streams, or more on what a step
 # with prompts costs at any number of tokens.
@@ -109,6 +112,7 @@ class StepCostModel:
         max_tokens: int,
         load: StepLoad,
         *,
+        num_prompts: int = 1,
         has_several_keys: bool = False,
         has_media: bool = False,
         most_seconds: float | None = None,
@@ -116,7 +120,8 @@ class StepCostModel:
         """At most `max_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
 
         None at all in the few steps that measure what decoding alone takes. Prompts of batches have `most_seconds`, for
-        the whole step. Where one `has_media` none of them is urgent.
+        the whole step. Where one `has_media` none of them is urgent. Of `num_prompts` all but one wait for another;
+        where several keys are known that makes no difference, for streams and prompts may be of different ones.
         """
         if load.num_decodes == 0:
             most = min(max_tokens, self._alone.max_tokens(ALONE_GROWTH))
@@ -127,7 +132,8 @@ class StepCostModel:
             return ChunkBudget(Allowance(most, seconds - fixed), self._alone.costs, load, urgent)
         if self.target_gap_seconds is None and self._must_probe(load.num_decodes):
             return ChunkBudget(Allowance(0), load=load)
-        usual = self._allowance(max_tokens, load, MEDIA_GAP_FACTOR if has_media else GAP_FACTOR, SHARED_GROWTH)
+        factor = gap_factor(1 if has_several_keys else num_prompts)
+        usual = self._allowance(max_tokens, load, MEDIA_GAP_FACTOR if has_media else factor, SHARED_GROWTH)
         if most_seconds is not None:
             left = most_seconds - self.plain_seconds(load) - self._shared.fixed_seconds
             usual = Allowance(usual.tokens, min(usual.seconds, left))
@@ -141,16 +147,18 @@ class StepCostModel:
         either = (self._shared, self._alone) if has_streams else (self._alone, self._shared)
         return next((steps.costs for steps in either if steps.num_observed), None)
 
-    def prompts_seconds(self, load: StepLoad, seconds: float) -> float:
+    def prompts_seconds(self, load: StepLoad, seconds: float, num_prompts: int = 1) -> float:
         """Predict when prompts are computed that cost so many seconds, beside the decoding sequences of `load`.
 
         They take as many steps as that fills, each with what it takes without them, and wait for the one in flight.
+        `load` has the `num_prompts` as streams, which they become one by one: half of them, all the time.
         """
         if not load.num_decodes:
             return seconds + self._alone.fixed_seconds * ceil(seconds / IDLE_STEP_SECONDS)
         plain, shared = self.plain_seconds(load), self._shared
         per_token, max_tokens = shared.costs.per_token, shared.max_tokens(SHARED_GROWTH)
-        most = _longest_gap(plain, GAP_FACTOR) if self.target_gap_seconds is None else self.target_gap_seconds
+        factor = gap_factor((num_prompts + 1) // 2)
+        most = _longest_gap(plain, factor) if self.target_gap_seconds is None else self.target_gap_seconds
         for_prompts = max(most - plain - shared.fixed_seconds, MIN_CHUNK_TOKENS * per_token)
         num_steps = max(1, ceil(seconds / for_prompts)) if for_prompts > 0.0 else 1
         if num_steps > 1 and for_prompts > max_tokens * per_token > 0.0:  # chunks have yet to grow as large
@@ -225,6 +233,11 @@ class _PromptSteps:
     def _features(self, load: StepLoad) -> tuple[float, ...]:
         tokens, one, context = load.num_prompt_tokens, load.num_attended, load.chunk_context
         return tokens / _TOKENS, one / _ATTENDED, context / _CONTEXT, 1.0
+
+
+def gap_factor(num_prompts: int) -> float:
+    """Plain decode steps that a step with prompt tokens may take, beside streams and with so many prompts."""
+    return min(GAP_FACTOR + FACTOR_PER_QUEUED * (num_prompts - 1), URGENT_FACTOR)
 
 
 def _longest_gap(plain: float, factor: float) -> float:

@@ -19,13 +19,15 @@ FIRST_COSTS = PromptCosts(per_token=0.01)  # before anything was measured
 class TtftEstimate:
     """What is ahead of an incoming sequence.
 
-    `has_room`: all of it could enter at once. `prompt_seconds`: what their prompts cost, by `costs`.
+    `has_room`: all of it could enter at once. `prompt_seconds`: what their prompts cost, by `costs`. `num_queued`: so
+    many prompts give the queue a larger share of steps.
     """
 
     has_room: bool
     costs: PromptCosts | None
     load: StepLoad
     prompt_seconds: float
+    num_queued: int
 
 
 class Prefill(Protocol):
@@ -41,12 +43,23 @@ class Prefill(Protocol):
         """Return the tokens of the cached prefix of a sequence."""
 
 
+class Shares(Protocol):
+    """What an estimate needs of the shares of keys."""
+
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether prompts and streams may be of different keys, so that no queue has a larger share."""
+
+
 class TtftEstimator:
     """Estimates for incoming sequences of one scheduler."""
 
-    def __init__(self, step_time: StepCostModel, prefill: Prefill, running: Mapping[int, Sequence]) -> None:
+    def __init__(
+        self, step_time: StepCostModel, prefill: Prefill, shares: Shares, running: Mapping[int, Sequence]
+    ) -> None:
         self._step_time = step_time
         self._prefill = prefill
+        self._shares = shares
         self._running = running
 
     def behind(self, ahead: Collection[Sequence]) -> TtftEstimate:
@@ -56,7 +69,8 @@ class TtftEstimator:
         prompts = {self._prompt_of(each): each for each in (*running, *ahead) if each.num_pending > 1}
         seconds = sum(_seconds(each, costs or FIRST_COSTS) for each in prompts.values())
         load = StepLoad(len(running) + len(ahead), sum(each.num_known for each in (*running, *ahead)))
-        return TtftEstimate(self._prefill.all_fit(ahead), costs, load, seconds)
+        num_queued = 0 if self._shares.has_several_keys else len(prompts)
+        return TtftEstimate(self._prefill.all_fit(ahead), costs, load, seconds, num_queued)
 
     def _prompt_of(self, sequence: Sequence) -> int:
         """The same for siblings, of `n` and `best_of`, where they share a cached prompt."""
@@ -71,7 +85,7 @@ class TtftEstimator:
             return 0.0
         incoming.num_cached = self._prefill.cached_prefix_len(incoming)
         own = _seconds(incoming, estimate.costs or FIRST_COSTS)
-        return self._step_time.prompts_seconds(estimate.load, estimate.prompt_seconds + own)
+        return self._step_time.prompts_seconds(estimate.load, estimate.prompt_seconds + own, estimate.num_queued + 1)
 
 
 def _seconds(sequence: Sequence, costs: PromptCosts) -> float:
