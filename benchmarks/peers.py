@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> None:
         section = table(results, choose([], is_short=False))
         print(section)
         if arguments.write is not None:
-            arguments.write.write_text(write_into(arguments.write.read_text(), section))
+            arguments.write.write_text(write_into(arguments.write.read_text(), section, results.machine))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

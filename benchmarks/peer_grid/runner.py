@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class Runner:
         self.results.save()
 
     def _run_pair(self, cells: Sequence[Cell]) -> None:
-        """The cells of one model, format and peer: this server stays, the peer starts anew where its options differ."""
+        """The cells of one model, format and peer; servers start anew for each, as caches count as memory."""
         first = cells[0]
         recipe = PEERS[first.peer]
         built = build(recipe.build, self.folders, jobs=self.jobs, report=self.report)
@@ -119,17 +119,14 @@ class Runner:
             if recipe.bench is not None and cell.workload.streams == 1
         }
         ours = Built("funitel", commit(), self.folders.ours)
-        with ExitStack() as stack:
-            server = self._start(
-                stack, "funitel", OURS, ours, Launch(model, FORMATS[first.form], first.workload, {}, 0)
-            )
-            for cell in cells:
-                launch = Launch(model, FORMATS[first.form], cell.workload, tuned[cell.workload.kind], 0)
-                with ExitStack() as of_cell:
-                    peer = self._start(of_cell, cell.peer, recipe, built, launch)
-                    record = self._record(cell, recipe, built, launch)
-                    in_turn = bench.get(cell.key) if size_of(model) <= BENCH_APART_BYTES else None
-                    self._measure(cell, server, peer, in_turn, record)
+        for cell in cells:
+            launch = Launch(model, FORMATS[first.form], cell.workload, tuned[cell.workload.kind], 0)
+            with ExitStack() as stack:
+                server = self._start(stack, "funitel", OURS, ours, replace(launch, options={}))
+                peer = self._start(stack, cell.peer, recipe, built, launch)
+                record = self._record(cell, recipe, built, launch)
+                in_turn = bench.get(cell.key) if size_of(model) <= BENCH_APART_BYTES else None
+                self._measure(cell, server, peer, in_turn, record)
         for cell in cells:
             if cell.key in bench and size_of(model) > BENCH_APART_BYTES:
                 self._bench_apart(cell, bench[cell.key])

@@ -5,6 +5,7 @@ means that this server is better, for rates and for times. A loss (a ratio below
 has the aim beside it. Nothing that was measured is left out. Pure.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +19,7 @@ from .measure import Round
 from .plan import FORMATS, WORKLOADS, Cell
 from .results import BENCH, OURS, PEER, Record, Results
 
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+BEGIN, END = "<!-- peers {}: begin -->", "<!-- peers {}: end -->"
 NOTHING = "–"
 HIGHER, LOWER = 1, -1
 
@@ -98,26 +99,37 @@ def value_of(rounds: Sequence[Round], figure: str) -> Value | None:
 def table(results: Results, cells: Sequence[Cell]) -> str:
     """The section of the page, between its markers."""
     measured = [cell for cell in cells if cell.key in results.cells]
-    lines = [BEGIN, "", *_head(results, measured), ""]
+    letter = letter_of(results.machine)
+    lines = [BEGIN.format(letter), "", *_head(results, measured), ""]
     titles = ["model, format", "server", *(column.title for column in COLUMNS)]
     lines += [_row(titles), _row(["---"] * len(titles))]
     for _, pair in groupby(measured, key=lambda cell: cell.pair):
         lines += _pair(results, list(pair))
-    lines += ["", *_notes(results, measured), *_by_guidellm(results), "", END]
+    lines += ["", *_notes(results, measured), *_by_guidellm(results), "", END.format(letter)]
     return "\n".join(lines)
 
 
-def write_into(page: str, section: str) -> str:
-    """A page with the section in place of the one that it has.
+def letter_of(machine: Mapping[str, Any]) -> str:
+    """The letter of a machine on the page: its label up to the comma."""
+    return str(machine.get("label", "")).partition(",")[0].strip() or "?"
+
+
+def write_into(page: str, section: str, machine: Mapping[str, Any]) -> str:
+    """A page with the section of a machine in place of the one that it has, or behind those of other machines.
 
     Raises:
-        FunitelError: the page has no markers.
+        FunitelError: the page has no section of any machine.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise FunitelError(f"the page has no lines {BEGIN} and {END}")
-    return before + section + after
+    letter = letter_of(machine)
+    before, begin, rest = page.partition(BEGIN.format(letter))
+    _, end, after = rest.partition(END.format(letter))
+    if begin and end:
+        return before + section + after
+    ends = list(re.finditer(END.format(r"\S+"), page))
+    if not ends:
+        raise FunitelError(f"the page has no line {END.format(letter)}")
+    place = ends[-1].end()
+    return f"{page[:place]}\n\n{section}{page[place:]}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -226,10 +226,21 @@ def test_the_table_shows_medians_every_loss_and_every_missed_aim(tmp_path: Path)
     assert rows["funitel beside llama-bench"][at["TPOT, ms"]] == "1.10× (aim 1.18, missed)"
     assert "3b, q8_0 | llama.cpp: **not measured**: it ended with 1: out of memory" in text
     assert "3 %" in text.partition("largest share of a core")[2]
-    page = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
-    assert table.write_into(page, text) == f"before\n{text}\nafter\n"
-    with pytest.raises(FunitelError, match="has no lines"):
-        table.write_into("a page", text)
+
+
+def test_each_machine_has_a_table_of_its_own_on_the_page() -> None:
+    begin, end = table.BEGIN.format("A"), table.END.format("A")
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
+    new = f"{begin}\nnew\n{end}"
+    page = table.write_into(page, new, {"label": "A, quiet"})
+    assert page == f"before\n{new}\nafter\n"
+    other = f"{table.BEGIN.format('B')}\nother\n{table.END.format('B')}"
+    page = table.write_into(page, other, {"label": "B, busy"})
+    assert page == f"before\n{new}\n\n{other}\nafter\n"
+    newer = other.replace("other", "newer")
+    assert table.write_into(page, newer, {"label": "B"}) == f"before\n{new}\n\n{newer}\nafter\n"
+    with pytest.raises(FunitelError, match="has no line"):
+        table.write_into("a page", new, {"label": "A"})
 
 
 def test_a_file_that_is_none_of_results_is_named(tmp_path: Path) -> None:
