@@ -61,7 +61,7 @@ container: setup ## build the image and run it, as root; what it needs is instal
 	@$(BIN)/pytest integration-tests/container $(ARGS)
 
 pictures: setup ## pictures of the console's pages for the documentation, made by its tests
-	@FUNITEL_SCREENSHOTS=docs/images $(MAKE) --no-print-directory console ARGS="-k 'fits or pictures' $(ARGS)"
+	@FUNITEL_SCREENSHOTS=docs/images $(MAKE) --no-print-directory console ARGS="--full -k 'fits or pictures' $(ARGS)"
 
 console: setup ## the console in Debian's Chromium, which apt-get installs
 	@$(BIN)/python -c "import playwright, axe_playwright_python" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt $(BROWSER_TOOLS)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--full runs every prompt, seed and repetition; without it a short form of each."""
     parser.addoption("--full", action="store_true", help="run the long form of the whole-system tests")
     parser.addoption("--figures", help="write the measured figures to this JSON file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of `sampled` tests, except with --full and where single tests were asked for by their names."""
+    if config.getoption("--full") or any("::" in argument for argument in config.args):
+        return
+    num_seen: Counter[str] = Counter()
+    left_out: set[pytest.Item] = set()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            if num_seen[name] % marker.args[0]:
+                left_out.add(item)
+            num_seen[name] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

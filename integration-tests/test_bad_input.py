@@ -5,7 +5,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.cpu.build import build
-from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.settings.catalogue import CATALOGUE, IndexPackage
-from funitel_testing.cache import usual_cache
+from funitel_testing.cache import share_engines
 from funitel_testing.published import MODELS, save_mxfp4, save_published
 from funitel_testing.servers import Ended, run_launcher
 from funitel_testing.tiny import byte_tokenizer
@@ -40,21 +38,12 @@ def _assert_one_line(ended: Ended, code: int, *words: str) -> None:
 # Models that cannot be served -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def engines() -> Path:
-    """Folder of built CPU engines in the usual cache, with that of this machine: building one takes many seconds."""
-    usual = usual_cache()
-    with suppress(CannotBuild):
-        build(usual)
-    return usual / "cpu"
-
-
 @pytest.fixture
-def cache(tmp_path: Path, engines: Path) -> Iterator[Path]:
+def cache(tmp_path: Path) -> Iterator[Path]:
     """A cache of CPU engines alone; after the test it holds what it held before, and no more than locks."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    (folder / "cpu").symlink_to(engines)
+    share_engines(folder)
     yield folder
     known = {".locks", "cpu", *(path.name for path in folder.glob("*.gguf"))}
     assert {path.name for path in folder.iterdir()} <= known
@@ -231,6 +220,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return make
 
 
+@pytest.mark.sampled(3)  # each is a start of a server
 @pytest.mark.parametrize("name", SPOILED_PUBLISHED)
 def test_a_spoiled_quantised_folder(name: str, published: Callable[[str], Path], tmp_path: Path, cache: Path) -> None:
     kind, spoil, words = SPOILED_PUBLISHED[name]
@@ -254,6 +244,7 @@ def test_a_bad_scale_of_a_model_that_transformers_serves(
     _assert_one_line(launch_model(folder, cache), 1, f"{_DOWN}.weight_scale_inv", "nan", "must be finite")
 
 
+@pytest.mark.sampled(3)  # each is a start of a server
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_folder(name: str, copy: Path, cache: Path) -> None:
     spoil, words = SPOILED[name]
@@ -343,6 +334,7 @@ def test_a_malformed_variable_exits_with_2(tiny_model: Path, cache: Path) -> Non
     _assert_one_line(launch_flags(tiny_model, cache, environ={"NUM_SHARD": "two"}), 2, "NUM_SHARD")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

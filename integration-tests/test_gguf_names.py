@@ -1,19 +1,15 @@
 """A GGUF by its name on the hub, through the programs that a user starts: a server, `funitel models`, the class LLM."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from funitel.model_server.cpu.build import build
-from funitel.model_server.cpu.compiler import CannotBuild
-from funitel_testing.cache import usual_cache
+from funitel_testing.cache import share_engines
 from funitel_testing.fake_hub import FakeHub, running
 from funitel_testing.servers import serving
 from funitel_testing.tiny_gguf import TINY_GGUFS
@@ -45,10 +41,9 @@ def hub(files: dict[str, bytes]) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder for the caches, with the CPU engine, whose building takes long, where it can be built."""
-    with suppress(CannotBuild):
-        built = build(usual_cache()).parent
-        shutil.copytree(built, tmp_path / "cache" / "cpu" / built.name)
+    """A folder for the caches, with the CPU engines."""
+    (tmp_path / "cache").mkdir()
+    share_engines(tmp_path / "cache")
     return tmp_path
 
 

@@ -86,7 +86,7 @@ def test_the_dockerfiles_install_command_resolves_without_cuda(tmp_path: Path) -
     result = run([*words, "--dry-run", str(tmp_path / "venv")], variables)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "==> found: torch==" in result.stdout
-    assert not (tmp_path / "compiled").exists()  # resolving takes seconds, compiling half a minute
+    assert not (tmp_path / "compiled").exists()  # resolving takes seconds, compiling minutes
 
 
 @pytest.mark.slow

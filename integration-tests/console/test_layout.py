@@ -48,6 +48,7 @@ def fill(page: Page, name: str) -> None:
         page.get_by_role("button", name="Send").wait_for()
 
 
+@pytest.mark.sampled(5)  # still every page, and every width in both schemes
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 768, 1440])
 @pytest.mark.parametrize("name", PAGES)

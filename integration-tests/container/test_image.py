@@ -125,6 +125,8 @@ def test_the_root_cannot_be_written_and_nothing_tried_to(served: Container) -> N
 
 def test_the_fused_step_of_the_wheel_serves_without_a_compiler(served: Container) -> None:
     assert "prebuilt CPU step source=engine.cpp" in served.log
+    script = "from importlib.metadata import distribution as of; print(of('funitel').read_text('WHEEL'))"
+    assert "\nTag: py3-none-manylinux_2_28_x86_64\n" in served.run("/opt/funitel/bin/python", "-c", script).stdout
 
 
 def test_orphans_are_reaped(served: Container) -> None:

@@ -159,6 +159,7 @@ def num_mutants(is_full: bool) -> int:
     return (IN_FULL if is_full else IN_SHORT) // (len(PICTURE_KINDS) + len(SOUND_KINDS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", PICTURE_KINDS)
 async def test_damaged_pictures(kind: str, seeing: Server, client: Any, num_mutants: int) -> None:
     asking = client(seeing)
@@ -172,6 +173,7 @@ async def test_damaged_pictures(kind: str, seeing: Server, client: Any, num_muta
     assert not found, f"{len(found)} of {num_mutants}: {dict(list(found.items())[:5])}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SOUND_KINDS)
 async def test_damaged_sounds(kind: str, hearing: Server, client: Any, num_mutants: int) -> None:
     asking = client(hearing)
@@ -215,6 +217,7 @@ def test_narrow_pictures(name: str, seeing: Server) -> None:
         assert problem_of(response, OF_PICTURES) == ""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SOUND_BOMBS)
 def test_sounds_that_say_more_than_they_hold(name: str, hearing: Server) -> None:
     with staying_sound(hearing, heard(hearing)):

@@ -17,7 +17,7 @@ from funitel_testing.vision_requests import content_of, data_url
 MAX_TOKENS = 10
 FLAGS = ("--dtype", "float32", "--max-batch-total-tokens", "8192", "--max-input-tokens", "2000", "--max-total-tokens")
 WITHOUT_ORACLE = ("llama4",)  # its processor needs torchvision, see router/tests/media
-IN_SHORT = ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_next", "mistral3")
+IN_SHORT = ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 
 
 @pytest.fixture(params=[family for family in VISION_FAMILIES if family not in WITHOUT_ORACLE])

@@ -18,7 +18,7 @@ from funitel_testing.servers import Server, serving, wait_until
 from funitel_testing.takeovers.load import Comparison, disturbed, report, undisturbed
 from funitel_testing.takeovers.models import COMMON_FLAGS, KILLED_DEPLOYMENTS
 
-IN_SHORT = ("adapters-on-two-ranks", "images")
+IN_SHORT = ("adapters-on-two-ranks",)
 NUM_KILLS, MAX_REFUSED = 3, 2
 AGAIN = "the router answers again after"
 USED = 'funitel_blocks{state="used"}'

@@ -1,8 +1,11 @@
 """The usual cache: what tests fetch, convert and build is kept where the product keeps it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from funitel.model_server.cpu.build import build
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.files.atomic_folder import exclusive
 from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.hub import resolve
@@ -12,6 +15,14 @@ from funitel.model_server.settings import QuantizeSettings
 def usual_cache() -> Path:
     """The folder that FUNITEL_CACHE names, or the default one."""
     return resolve.cache_folder(os.environ.get("FUNITEL_CACHE"))
+
+
+def share_engines(cache: Path) -> None:
+    """Have another cache use the built CPU engines of the usual one: building one takes a minute and more."""
+    usual = usual_cache()
+    with suppress(CannotBuild):
+        build(usual)
+    (cache / "cpu").symlink_to(usual / "cpu")
 
 
 def demo_folder() -> Path:

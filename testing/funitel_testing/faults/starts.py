@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from funitel_testing.cache import usual_cache
+from funitel_testing.cache import share_engines
 from funitel_testing.faults.load import STREAMS, asks_of, undisturbed
 from funitel_testing.faults.resources import SmallDisk, no_mount
 from funitel_testing.faults.scenes import LIMITS
@@ -66,9 +66,7 @@ def _on_full_disk(model: Path, folder: Path) -> Iterator[Hindered]:
     TINY_GGUFS["llama"].write(gguf, "llama")
     disk = SmallDisk(folder / "cache")
     try:
-        # What the compiler makes is taken from the usual cache: it takes a minute to make.
-        usual = usual_cache()
-        (disk.folder / "cpu").symlink_to(usual / "cpu")
+        share_engines(disk.folder)
         disk.fill()
         yield Hindered(
             flags=("--model-id", str(gguf)),
