@@ -239,6 +239,20 @@ def test_a_stopped_request_keeps_what_it_has(llm: LLM, engine: AsyncLLM) -> None
         assert whole.outputs[0].text.startswith(completion.text.rstrip("\ufffd"))
 
 
+@pytest.mark.parametrize(("end", "state"), [("stop", RequestState.STOPPED), ("abort", RequestState.ABORTED)])
+def test_sync_waits_for_the_end_of_a_paused_request(llm: LLM, engine: AsyncLLM, end: str, state: RequestState) -> None:
+    handle = begun(engine.start_request("Stop", LONG))
+    handle.pause()
+    assert handle.sync(SECONDS)
+    is_free = threading.Event()
+    llm._model.loop.post(lambda: None if is_free.wait(SECONDS) else None)  # the end comes behind it
+    getattr(handle, end)()
+    assert not handle.sync(0.02)
+    is_free.set()
+    assert handle.sync(SECONDS)
+    assert handle.state is state
+
+
 def test_text_held_back_for_a_stop_is_shown_when_the_request_is_stopped(llm: LLM, engine: AsyncLLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     text = llm.generate("Held", params, use_tqdm=False)[0].outputs[0].text

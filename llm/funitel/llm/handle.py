@@ -156,10 +156,12 @@ class RequestHandle:
 
     def stop(self) -> None:
         """End the request now and keep what it has; its completions finish with `abort`."""
+        self._results.ask()
         self._thread.post_if_open(self._started.stop)
 
     def abort(self) -> None:
         """End the request now and drop what was not read."""
+        self._results.ask()
         self._thread.post_if_open(self._started.abort)
 
     def pause(self) -> None:

@@ -44,7 +44,7 @@ class RequestResults:
         self._kind = job.params.output_kind
         self._streams: Sequence[TokenStream] = ()
         self._is_paused = False
-        self._num_asked = 0  # pauses and resumptions that the engine's thread has yet to carry out
+        self._num_asked = 0  # pauses, resumptions and ends that the engine's thread has yet to carry out
         self._ending: RequestState | None = None
         self._error: FunitelError | None = None
         self._has_news = False
@@ -84,7 +84,7 @@ class RequestResults:
         self._end(RequestState.ABORTED, None)
 
     def ask(self) -> None:
-        """A pause or a resumption is on its way to the engine's thread; called by any thread."""
+        """A pause, a resumption or an end is on its way to the engine's thread; called by any thread."""
         with self._changed:
             self._num_asked += 1
 
