@@ -52,14 +52,15 @@ async def test_the_same_tokens_with_steps_sent_ahead_and_one_by_one(
     if num_shard == 1 and not is_full:
         pytest.skip("the engine's own tests know one shard; --full runs it here too")
     found = {}
-    for steps in ("1", "2"):
+    for steps in ("1", "2", "3"):
         flags = ("--model-id", str(tiny_model), "--dtype", "float32", "--num-shard", str(num_shard), *LIMITS)
         server: Server = launch(*flags, "--pipeline-steps", steps)
         found[steps] = [await answers(server) for _ in range(5 if is_full else 2)]
         assert server.metrics()["funitel_preempted_total"] > 0
-    for one_by_one, ahead in zip(found["1"], found["2"], strict=True):
-        for number, (expected, ids) in enumerate(zip(one_by_one, ahead, strict=True)):
+    for one_by_one, *ahead in zip(*found.values(), strict=True):
+        for number, (expected, *others) in enumerate(zip(one_by_one, *ahead, strict=True)):
             leaves = asked(number)[2] is not None
-            common = min(len(expected), len(ids)) if leaves else None  # a hang-up comes when it comes
-            assert ids[:common] == expected[:common], f"request {number}"
+            for ids in others:
+                common = min(len(expected), len(ids)) if leaves else None  # a hang-up comes when it comes
+                assert ids[:common] == expected[:common], f"request {number}"
     figures[f"4 requests equal with and without pipelined steps, {num_shard} shard(s)"] = NUM_REQUESTS

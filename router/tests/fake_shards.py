@@ -6,6 +6,7 @@ socket where the shards have one.
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
 BLOCK_SIZE = 4
+MOST_STEPS = 3  # in flight
 VOCAB_SIZE = 97
 REQUESTS: dict[Method, Any] = {
     Method.PREFILL: pb.PrefillRequest,
@@ -85,7 +87,7 @@ class FakeShard(KeptRows, generate_pb2_grpc.TextGenerationServiceServicer):
         self.step_seqs: list[int] = []
         self.steps: list[list[int]] = []  # request ids that took part, step by step
         self.batches: dict[int, list[Row]] = {}
-        self.ended: set[int] = set()  # batches that ended in the step before
+        self.ended: deque[int | None] = deque(maxlen=MOST_STEPS - 1)  # the batch that ended in each of the last steps
         self.turns = asyncio.Condition()
         self.is_busy = False
         self.num_here = self.most_here = 0  # step calls that are not answered yet, and the most there were
@@ -263,7 +265,7 @@ class FakeShard(KeptRows, generate_pb2_grpc.TextGenerationServiceServicer):
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
         self.calls.append("FilterBatch")
         async with self._turn(request):
-            if request.batch_id in self.ended:
+            if request.batch_id in self.ended and request.batch_id not in self.batches:
                 return pb.FilterBatchResponse(batch=pb.CachedBatch(id=request.batch_id))
             rows = [row for row in self.batches[request.batch_id] if row.request.id in request.request_ids]
             assert {row.request.id for row in rows} == set(request.request_ids)
@@ -301,7 +303,7 @@ class FakeShard(KeptRows, generate_pb2_grpc.TextGenerationServiceServicer):
             return response
 
     def _take(self, batch_id: int) -> list[Row]:
-        return [] if batch_id in self.ended else self.batches.pop(batch_id)
+        return self.batches.pop(batch_id, []) if batch_id in self.ended else self.batches.pop(batch_id)
 
     @asynccontextmanager
     async def _turn(self, request: Any) -> AsyncIterator[None]:
@@ -343,7 +345,7 @@ class FakeShard(KeptRows, generate_pb2_grpc.TextGenerationServiceServicer):
         for update in request.rows:
             row = next((row for row in rows if row.request.id == update.request_id), None)
             if row is None:
-                assert self.ended, "an update of no row"
+                assert any(batch is not None for batch in self.ended), "an update of no row"
                 continue
             row.blocks += update.blocks
             if update.HasField("chunk_len"):
@@ -351,8 +353,9 @@ class FakeShard(KeptRows, generate_pb2_grpc.TextGenerationServiceServicer):
         usual = 1 if request.HasField("step_seq") else None
         for row in rows:
             self._compute(row, chunks.get(row.request.id, usual), response)
-        self.ended = {batch_id} if all(row.is_finished for row in rows) else set()
-        if not self.ended:
+        has_ended = all(row.is_finished for row in rows)
+        self.ended.append(batch_id if has_ended else None)
+        if not has_ended:
             self.batches[batch_id] = rows
             response.batch.CopyFrom(self._cached(batch_id))
         response.num_forwards, response.num_forward_rows = 1, len(rows)

@@ -228,7 +228,7 @@ def test_what_was_open_is_decided() -> None:
         ({"num_threads": 0}, "--num-threads must be > 0"),
         ({"max_batch_prefill_tokens": 0}, "--max-batch-prefill-tokens must be > 0"),
         ({"validation_workers": 0}, "--validation-workers must be > 0"),
-        ({"pipeline_steps": 3}, "--pipeline-steps must be within 1..2, given 3"),
+        ({"pipeline_steps": 4}, "--pipeline-steps must be within 1..3, given 4"),
         ({"step_timeout_s": 0.0}, "--step-timeout-s must be > 0 and <= 86400, given 0"),
         ({"step_timeout_s": float("inf")}, "--step-timeout-s must be > 0 and <= 86400, given inf"),
         ({"target_itl_ms": 0.0}, "--target-itl-ms must be > 0 and <= 600000, given 0.0"),

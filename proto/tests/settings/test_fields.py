@@ -263,7 +263,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "replica_address": st.lists(st.sampled_from(["unix:///tmp/a-0", "tcp://host:80"]), max_size=2, unique=True).map(
         tuple
     ),
-    "pipeline_steps": st.integers(1, 2),
+    "pipeline_steps": st.integers(1, 3),
     "revision": st.none() | TEXT,
     "hostname": st.none() | TEXT,
     "default_hostname": st.none() | TEXT,

@@ -59,10 +59,18 @@ async def run(engine: Engine, asked: Request, leave_after: int | None = None) ->
 
 @pytest.mark.parametrize(
     ("shard", "steps", "most"),
-    [({}, 2, 2), ({}, 1, 1), ({"is_plain": True}, 2, 1), ({"is_chunked": False}, 2, 2)],
-    ids=["two", "one", "plain TGI", "unchunked"],
+    [
+        ({}, None, 2),
+        ({"device_type": "cuda"}, None, 3),
+        ({"device_type": "cuda"}, 2, 2),
+        ({}, 3, 3),
+        ({}, 1, 1),
+        ({"is_plain": True}, 2, 1),
+        ({"is_chunked": False}, 2, 2),
+    ],
+    ids=["two", "three on a GPU", "two on a GPU", "three", "one", "plain TGI", "unchunked"],
 )
-async def test_so_many_steps_are_under_way(tmp_path: Path, shard: dict[str, Any], steps: int, most: int) -> None:
+async def test_so_many_steps_are_under_way(tmp_path: Path, shard: dict[str, Any], steps: int | None, most: int) -> None:
     async with running(tmp_path, 2, shard, pipeline_steps=steps) as (engine, shards):
         for fake in shards:
             fake.pause.clear()
@@ -104,12 +112,13 @@ async def test_no_step_is_sent_for_a_sequence_whose_last_token_is_under_way(tmp_
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("stride", [1, 3], ids=["single tokens", "forced spans"])
 @pytest.mark.parametrize("shard", [{}, {"is_chunked": False}], ids=["chunked", "unchunked"])
+@pytest.mark.parametrize("steps", [2, 3])
 async def test_tokens_are_the_same_however_late_the_answers(
-    tmp_path: Path, count: int, stride: int, shard: dict[str, Any]
+    tmp_path: Path, count: int, stride: int, shard: dict[str, Any], steps: int
 ) -> None:
     """Requests join and leave while steps are under way, in a pool for few of them."""
     chance = random.Random(count * 10 + stride)
-    async with running(tmp_path, count, shard | {"pool_tokens": 220}) as (engine, shards):
+    async with running(tmp_path, count, shard | {"pool_tokens": 220}, pipeline_steps=steps) as (engine, shards):
         for fake in shards:
             fake.stride = stride
             fake.delay = lambda: chance.choice((0.0, 0.0, 0.002))
@@ -124,7 +133,7 @@ async def test_tokens_are_the_same_however_late_the_answers(
 
         await asyncio.gather(*(client(number) for number in range(40)))
         assert engine._scheduler.blocks.num_used == 0
-        assert shards[0].most_here == 2
+        assert shards[0].most_here == steps
         assert engine._scheduler.num_preempted > 0 or "is_chunked" in shard or stride > 1
 
         async def are_empty() -> bool:
@@ -210,7 +219,7 @@ async def test_an_unforeseen_failure_to_compile_a_grammar_ends_its_stream(
         assert await run(engine, request()) == expected(request())
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", [0, 4])
 def test_a_length_that_shards_do_not_tolerate_is_refused(steps: int) -> None:
-    with pytest.raises(SettingsError, match=f"--pipeline-steps must be within 1..2, given {steps}"):
+    with pytest.raises(SettingsError, match=f"--pipeline-steps must be within 1..3, given {steps}"):
         RouterSettings(pipeline_steps=steps)

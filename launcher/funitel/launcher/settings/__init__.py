@@ -129,7 +129,7 @@ class LauncherSettings:
     max_batch_total_tokens: int | None = _router("max_batch_total_tokens")
     max_waiting_tokens: int = _router("max_waiting_tokens")
     max_batch_size: int | None = _router("max_batch_size")
-    pipeline_steps: int = _router("pipeline_steps")
+    pipeline_steps: int | None = _router("pipeline_steps")
     step_timeout_s: float = _router(
         "step_timeout_s",
         help="Timeout of a step in seconds: its shards are then killed as hung and restarted; also the timeout of "

@@ -289,10 +289,8 @@ class AsyncSampling:
             step = self._in_flight[0]
             self._finish(step)
             self._in_flight.popleft()
-            self._batches.forget_ended()
             for row in step.finished:
                 row.is_over = True
             if step.has_ended:  # other rows may have joined its batch since
                 self._batches.drop(step.begun.rows)
-                if not self._in_flight:
-                    self._batches.mark_ended(step.begun.batch_id, step.begun.rows)
+                self._batches.mark_ended(step.begun.batch_id, step.begun.rows, step.begun.number)

@@ -126,7 +126,7 @@ class SyncSampling:
         batch: CachedBatch | None = None
         if all(row.is_over for row in step.rows):
             self._batches.clear(step.batch_id)
-            self._batches.mark_ended(step.batch_id, step.rows)
+            self._batches.mark_ended(step.batch_id, step.rows, step.number)
         else:
             batch = self._batches.describe(step.batch_id)
         end = time.perf_counter_ns()

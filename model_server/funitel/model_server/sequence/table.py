@@ -5,7 +5,7 @@ A batch is a list of rows: concatenating is list addition, filtering is selectio
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -169,6 +169,14 @@ class SequenceTable:
         return table
 
 
+class _EndedBatch(NamedTuple):
+    """A batch of which all requests have ended in a step, and how many steps had begun with it."""
+
+    batch_id: int
+    request_ids: frozenset[int]
+    num_steps: int
+
+
 class CachedBatches:
     """Rows by batch id, with their places in the sequence table.
 
@@ -183,9 +191,8 @@ class CachedBatches:
         self.table = SequenceTable(max_blocks=1)
         self._rows: dict[int, list[SequenceState]] = {}
         self.num_steps = 0  # begun
-        # Batches that ended in the step before, with their requests, and how many steps had begun then.
-        self._ended: dict[int, tuple[frozenset[int], int]] = {}
-        self.num_ended_steps = 1  # in so many steps a batch counts as one that ended in the step before
+        self._ended: list[_EndedBatch] = []  # in the steps before
+        self.num_ended_steps = 2  # that may be planned without knowledge of an end, as a router has three in flight
         self.before_use: Callable[[int | None], None] = lambda batch_id: None  # called before a batch, or all, is used
 
     def has_adapter(self, adapter: PlacedAdapter) -> bool:
@@ -200,7 +207,7 @@ class CachedBatches:
         return self._rows.get(batch_id, [])
 
     def rows_of(self, batch_id: int, is_ahead: bool = False) -> list[SequenceState]:
-        """The rows of a batch; none of one that ended in the step before, if `is_ahead`.
+        """The rows of a batch; none of one that ended in the steps before, if `is_ahead`.
 
         Raises:
             UnknownBatch: there is no such batch.
@@ -208,17 +215,17 @@ class CachedBatches:
         self.before_use(batch_id)
         if batch_id in self._rows:
             return self._rows[batch_id]
-        if is_ahead and batch_id in self._ended:
+        if is_ahead and any(ended.batch_id == batch_id for ended in self._ended):
             return []
         raise UnknownBatch(f"Batch ID {batch_id} not found in cache")
 
     def put(self, batch_id: int, rows: list[SequenceState]) -> None:
-        """A step begins: these are the rows of a batch now, and what ended in the step before is forgotten."""
+        """A step begins: these are the rows of a batch now, and what ended long enough ago is forgotten."""
         self._rows[batch_id] = rows
         self.num_steps += 1
         oldest = self.num_steps - self.num_ended_steps
         if self._ended:
-            self._ended = {i: ended for i, ended in self._ended.items() if ended[1] > oldest and i != batch_id}
+            self._ended = [ended for ended in self._ended if ended.num_steps > oldest]
 
     def pop(self, batch_id: int) -> None:
         """Forget a batch with rows that are in another one now."""
@@ -235,16 +242,12 @@ class CachedBatches:
                 if not self._rows[batch_id]:
                     del self._rows[batch_id]
 
-    def mark_ended(self, batch_id: int, rows: Sequence[SequenceState]) -> None:
-        """Take a batch of these rows for the one that ended in the step before."""
-        self._ended[batch_id] = frozenset(row.request_id for row in rows), self.num_steps
-
-    def forget_ended(self) -> None:
-        """No batch ended in the step before."""
-        self._ended = {}
+    def mark_ended(self, batch_id: int, rows: Sequence[SequenceState], num_steps: int) -> None:
+        """Take a batch of these rows for one that ended in a step, with which so many had begun."""
+        self._ended.append(_EndedBatch(batch_id, frozenset(row.request_id for row in rows), num_steps))
 
     def keep(self, batch_id: int, request_ids: Sequence[int], is_ahead: bool) -> CachedBatch:
-        """Keep only `request_ids` of a batch; of one that ended in the step before, if `is_ahead`, nothing.
+        """Keep only `request_ids` of a batch; if `is_ahead`, without those that ended with it in the steps before.
 
         Raises:
             UnknownBatch: unknown batch, nothing to keep, or a request that is not in it.
@@ -255,7 +258,7 @@ class CachedBatches:
         keep = set(request_ids)
         if not keep:
             raise UnknownBatch(f"filtering batch {batch_id} must keep at least one request")
-        unknown = keep - {row.request_id for row in rows}
+        unknown = keep - {row.request_id for row in rows} - (self._gone if is_ahead else frozenset())
         if unknown:
             raise UnknownBatch(f"batch {batch_id} holds no request {min(unknown)}")
         self.table.release(row for row in rows if row.request_id not in keep)
@@ -266,7 +269,7 @@ class CachedBatches:
         """Drop one batch, or all; an unknown one is no error."""
         self.before_use(batch_id)
         if batch_id is None:
-            self._ended = {}
+            self._ended = []
         for known in list(self._rows) if batch_id is None else [batch_id]:
             self.table.release(self._rows.pop(known, []))
 
@@ -301,11 +304,14 @@ class CachedBatches:
         return least + min(sum(pending) - least, room)
 
     def updates_of_rows_left(self, updates: Sequence[RowUpdate]) -> Sequence[RowUpdate]:
-        """Row updates without those of rows that are gone because their batch ended in the step before."""
-        if not self._ended:
-            return updates
-        gone = frozenset().union(*(requests for requests, _ in self._ended.values()))
-        return [update for update in updates if update.request_id not in gone]
+        """Row updates without those of rows that are gone because their batch ended in the steps before."""
+        gone = self._gone
+        return [update for update in updates if update.request_id not in gone] if gone else updates
+
+    @property
+    def _gone(self) -> frozenset[int]:
+        """Requests of the batches that ended in the steps before."""
+        return frozenset().union(*(ended.request_ids for ended in self._ended))
 
     def counts(
         self,

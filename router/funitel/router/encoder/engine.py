@@ -36,6 +36,7 @@ from funitel.router.replica_set.table import Member, ReplicaAddress, Slot
 from funitel.router.replica_set.weighted_choice import WeightedChoice
 from funitel.router.scheduler.admission import Exceeded, InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
+from funitel.router.shard_client.capabilities import default_pipeline_steps
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
@@ -392,7 +393,7 @@ class EncoderEngine(Membership[EncoderReplica]):
         return 0, member.num_running  # what waits is in one queue for all
 
     def _on_join(self, member: EncoderReplica) -> str:
-        for _ in range(self._settings.pipeline_steps):
+        for _ in range(self._settings.pipeline_steps or default_pipeline_steps(member.shards.infos[0])):
             self._tasks.start(self._work(member))
         return f"texts waiting={self._queue.num_texts}"
 

@@ -96,14 +96,14 @@ class Pipeline:
 
     def seconds_to_plan(self, newest: float, *, has_several_keys: bool) -> float:
         """How long the plan of the next step can wait, where there is room for it; `newest`: when a sequence came."""
-        steps = [call for call in self._calls if call.plan is not None]
-        step = steps[0] if steps else None
-        if step is None or step.plan is None or step.answered is not None or len(steps) < self._replica.num_stages:
+        num_stages = self._replica.num_stages  # which compute at once
+        steps = [(call, call.plan.predicted_seconds / num_stages) for call in self._calls if call.plan is not None]
+        if len(steps) < num_stages or steps[0][0].answered is not None:
             return 0.0
-        begun = max(step.sent, self._last_answered)
         now = time.monotonic()
-        predicted_seconds = step.plan.predicted_seconds / self._replica.num_stages  # stages compute at once
-        return begun + lookahead_seconds(predicted_seconds, now - newest, has_several_keys=has_several_keys) - now
+        *earlier, last = [seconds for _, seconds in steps[: 1 + len(steps) - num_stages]]
+        begin = max(steps[0][0].sent, self._last_answered) + sum(earlier)
+        return begin + lookahead_seconds(last, now - newest, has_several_keys=has_several_keys) - now
 
     @property
     def oldest(self) -> StepCall | None:

@@ -20,6 +20,7 @@ from funitel.router.scheduler.admission import Admission
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RECOMPUTE, SWAP, RouterSettings
+from funitel.router.shard_client.capabilities import default_pipeline_steps
 from funitel.router.shard_client.replica import Ranks, Replica
 from funitel.router.shard_client.takeover import TakenOver
 from funitel.router.telemetry.metrics import Metrics
@@ -103,6 +104,11 @@ async def start(
         logger.warning("images are refused: they need shards that compute prompts in chunks (--prefill-chunking)")
     if media_ranks is not None and is_chunked:
         limits = with_media(limits, replica, min(settings.max_batch_prefill_tokens, limits.pool_tokens))
+    # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
+    can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
+    pipeline_steps = (
+        (settings.pipeline_steps or default_pipeline_steps(replica.info, replica.num_stages)) if can_overlap else 1
+    )
     policy = SchedulerPolicy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
@@ -113,7 +119,7 @@ async def start(
         waiting_served_ratio=settings.waiting_served_ratio,
         max_waiting_tokens=settings.max_waiting_tokens,
         num_micro_batches=replica.num_stages,
-        max_steps_each=settings.pipeline_steps,
+        max_steps_each=pipeline_steps,
         preemption_victim=settings.preemption_victim,
         swaps=settings.preemption_mode == SWAP,
         has_whole_spans=limits.max_span_tokens > 0,
@@ -129,9 +135,6 @@ async def start(
     tier = await asyncio.to_thread(_lower_tier, results, settings)
     ttl = settings.prefix_cache_ttl
     scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, 0, state_slots, host=tier, ttl=ttl))
-    # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
-    can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
-    pipeline_steps = settings.pipeline_steps if can_overlap else 1
     pipeline_steps += replica.num_stages - 1  # one is computed in each stage
     chosen = admission or admission_of(settings)
     decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s

@@ -176,10 +176,11 @@ class RouterSettings:
         "bound when not given.",
         bounds=Bounds(above=0, maximum=MAX_TARGET_TTFT_MS),
     )
-    pipeline_steps: int = setting(
-        2,
-        "Steps in flight at the shards: 2 hides the router's latency, 1 does not.",
-        bounds=Bounds(minimum=1, maximum=2),
+    pipeline_steps: int | None = setting(
+        None,
+        "Steps in flight at the shards: 1 waits for the router between two steps. 3 on a GPU and 2 elsewhere "
+        "when not given.",
+        bounds=Bounds(minimum=1, maximum=3),
     )
     max_client_batch_size: int = setting(4, "Maximum of prompts in one completions request.", bounds=POSITIVE)
     max_client_texts: int = setting(
