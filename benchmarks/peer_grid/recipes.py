@@ -74,9 +74,12 @@ def _threads(cores: int) -> tuple[str, ...]:
 
 
 def _ours(built: Built, launch: Launch) -> Command:
+    """This server, with room for as many tokens of keys and values as its peers get."""
+    capacity = launch.workload.streams * launch.context
     arguments = (
         *(sys.executable, "-m", "funitel", "--model-id", str(launch.model), "--port", str(launch.port)),
         *("--hostname", "127.0.0.1", *launch.form.ours),
+        *("--max-total-tokens", str(launch.context), "--max-batch-total-tokens", str(capacity)),
     )
     return Command(arguments, {"FUNITEL_CACHE": str(built.programs)})
 

@@ -279,6 +279,8 @@ def test_every_command_has_a_slot_for_each_stream_and_room_for_its_tokens(name: 
         if context is not None:
             assert str(context * launch.context) in command.arguments
             assert launch.context > workload.prompt_tokens + workload.output_tokens
+        ours = recipes.OURS.command(built, launch).arguments
+        assert f"--max-batch-total-tokens {workload.streams * launch.context}" in " ".join(ours)
         for option, values in recipe.values(workload.kind, 2).items():
             changed = [
                 recipe.command(built, replace(launch, options=launch.options | {option: value})) for value in values
