@@ -338,8 +338,7 @@ def _low_rank(
     adapter = PlacedAdapter("a", "", rank, weights)
     x, y = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(num_rows, size * num_modules, dtype=out_dtype or dtype)
     if is_recorded:
-        ops.know(weights)
-        recorded = ops.recorded(1, num_rows, cpu)
+        recorded = ops.recorded([site], num_rows, cpu)
         recorded.admit([RowSpan([0], 0, np.zeros(1, np.int32), adapter=adapter)])
         recorded.add(0, x, y, is_head=False)
     else:

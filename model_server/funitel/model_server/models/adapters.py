@@ -6,14 +6,13 @@ from functools import partial
 
 import torch
 
-from funitel.model_server.adapters.peft_folder import AdapterTensors
 from funitel.model_server.adapters.registry import AdapterBase
 from funitel.model_server.adapters.sites import base_modules, max_elements
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.layers.attention import Attention, LatentAttention
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps
-from funitel.model_server.layers.low_rank.weights import LowRankWeights, place
+from funitel.model_server.layers.low_rank.weights import place
 from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
 from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
 from funitel.model_server.models.mixer import AttentionBesideState, Mixer, StateLayer
@@ -27,19 +26,13 @@ def take_adapters(decoder: Decoder, prefix: str, dtype: torch.dtype, device: tor
     """Have a decoder add the adapters of its rows to its layers; `prefix` is that of its tensors' names."""
     takers = list(_takers(decoder))
     sites = [taker.site for taker in takers]
-    step = LowRankStep(_ops(device), len(sites))
+    step = LowRankStep(_ops(device), sites)
     for number, taker in enumerate(takers):
         taker.delta = LowRankDelta(step, number, taker.site)
     decoder.low_rank = step
-
-    def placed(adapter: AdapterTensors) -> LowRankWeights:
-        weights = place(sites, adapter, dtype, device)
-        step.ops.know(weights)
-        return weights
-
     return AdapterBase(
         modules=base_modules(sites, prefix),
-        place=placed,
+        place=partial(place, sites, dtype=dtype, device=device),
         max_bytes=lambda rank: max_elements(sites, rank) * dtype.itemsize,
     )
 

@@ -235,10 +235,10 @@ class GraphedDecoder:
         num_rows, low_rank = self._buckets[-1], self._decoder.low_rank
         self._inputs = _Inputs.make(num_rows, self._width, device, has_axes=self._has_axes)
         if low_rank is not None:
-            self._adapters = low_rank.ops.recorded(low_rank.num_sites, num_rows, device)
+            self._adapters = low_rank.ops.recorded(low_rank.sites, num_rows, device)
 
     def _forget_versions_but(self, version: int) -> None:
-        """Drop recorded steps with adapters of other versions: their launches have no room for the newest adapters."""
+        """Drop recorded steps with adapters of other versions: their launches lack room for the newest adapters."""
         stale = [key for key in self._steps if key[1] not in (None, version)]
         for key in stale:
             del self._steps[key]

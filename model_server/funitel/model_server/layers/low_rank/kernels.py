@@ -31,14 +31,13 @@ from funitel.model_server.layers.low_rank.recorded import RecordedLowRank
 from funitel.model_server.layers.low_rank.records import (
     TILE_RANKS,
     TILE_ROWS,
-    LargestSites,
     RowTiles,
     SiteSize,
     is_simple,
     records_of,
     tile_lines,
 )
-from funitel.model_server.layers.low_rank.weights import LowRankWeights, place, weights_of
+from funitel.model_server.layers.low_rank.weights import place, weights_of
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
 _INPUTS, _OUTPUTS = 128, 128  # of a tile
@@ -174,16 +173,9 @@ class TritonLowRankOps(TorchLowRankOps):
 
     is_recordable = True
 
-    def __init__(self) -> None:
-        self._largest = LargestSites()
-
-    def know(self, weights: LowRankWeights) -> None:
+    def recorded(self, sites: Sequence[Site], num_rows: int, device: torch.device) -> RecordedLowRank:
         """See TorchLowRankOps."""
-        self._largest.include(weights)
-
-    def recorded(self, num_sites: int, num_rows: int, device: torch.device) -> RecordedLowRank:
-        """See TorchLowRankOps."""
-        return RecordedLowRank(_add, self._largest, num_sites, num_rows, device)
+        return RecordedLowRank(_add, sites, num_rows, device)
 
     def begin(self, groups: Sequence[AdapterGroup]) -> None:
         """See TorchLowRankOps."""
@@ -282,7 +274,6 @@ def check_low_rank(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
 
     site = Site((("q", 80, (0, 80)), ("k", 48, (16, 48))), 1200)
     groups, spans, begin = [], [], 0
-    ops, recordable = (TorchLowRankOps(), TritonLowRankOps()), TritonLowRankOps()
     for i, (ranks, num_rows) in enumerate((((8, 20), 3), ((0, 5), 20))):
         low_ranks = {
             name: LowRank(drawn(rank, 1200), drawn(outputs, rank), 0.5)
@@ -290,7 +281,6 @@ def check_low_rank(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
             if rank
         }
         weights = place([site], AdapterTensors(low_ranks, {}), dtype, device)
-        recordable.know(weights)
         adapter, rows = PlacedAdapter(str(i), "", max(ranks), weights), range(begin, begin + num_rows)
         groups.append(AdapterGroup(adapter, rows, (), device))
         row = RowSpan([0], 0, np.zeros(1, np.int32))
@@ -298,12 +288,12 @@ def check_low_rank(device: torch.device, dtype: torch.dtype = torch.bfloat16) ->
         begin += num_rows + 1
     x, y = drawn(begin, 1200).to(dtype), drawn(begin, 112).to(dtype)
     results: list[Any] = []
-    for each in ops:
+    for each in (TorchLowRankOps(), TritonLowRankOps()):
         each.begin(groups)
         results.append(each.add(0, x, y.clone(), is_head=False))
-    recorded, numbers = recordable.recorded(1, begin, device), RecordedLowRank.num_numbers(begin)
+    recorded = RecordedLowRank(_add, [site], begin, device)
     recorded.admit(spans)
-    staged = np.zeros(numbers, dtype=np.int32)
+    staged = np.zeros(recorded.num_numbers(begin), dtype=np.int32)
     recorded.fill(staged, spans, begin)
     recorded.take_over(upload(staged, device))
     results.append(recorded.add(0, x, y.clone(), is_head=False))

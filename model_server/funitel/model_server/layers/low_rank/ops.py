@@ -8,7 +8,7 @@ import torch
 from funitel.model_server.adapters.sites import Site
 from funitel.model_server.forward.batch import AdapterGroup, ForwardBatch
 from funitel.model_server.layers.low_rank.recorded import RecordedLowRank
-from funitel.model_server.layers.low_rank.weights import LowRankSite, LowRankWeights, weights_of
+from funitel.model_server.layers.low_rank.weights import LowRankSite, weights_of
 
 
 class LowRankOps(Protocol):
@@ -24,10 +24,7 @@ class TorchLowRankOps:
     groups: Sequence[AdapterGroup] = ()
     is_recordable = False  # whether `recorded` gives anything
 
-    def know(self, weights: LowRankWeights) -> None:
-        """An adapter was placed; steps may have it from now on."""
-
-    def recorded(self, num_sites: int, num_rows: int, device: torch.device) -> RecordedLowRank | None:
+    def recorded(self, sites: Sequence[Site], num_rows: int, device: torch.device) -> RecordedLowRank | None:
         """What computes adapters in recorded steps of at most `num_rows` rows; None where nothing does."""
         return None
 
@@ -59,11 +56,11 @@ class TorchLowRankOps:
 
 
 class LowRankStep:
-    """The step that is computed: the layers of a decoder share it. The decoder has `num_sites` sites."""
+    """The step that is computed: the layers of a decoder share it. `sites` are those of the decoder."""
 
-    def __init__(self, ops: TorchLowRankOps, num_sites: int) -> None:
+    def __init__(self, ops: TorchLowRankOps, sites: Sequence[Site]) -> None:
         self.ops = ops
-        self.num_sites = num_sites
+        self.sites = sites
         self.active: LowRankOps | None = None  # None: no row has an adapter
 
     def begin(self, batch: ForwardBatch, recorded: LowRankOps | None = None) -> None:

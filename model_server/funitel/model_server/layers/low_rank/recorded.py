@@ -3,6 +3,9 @@
 A table has the records of an adapter in each of its slots. Before a step is replayed, the records of its adapters are
 copied to slots unless they are there, and its rows and tiles are written. A tile names the slot of its adapter, so a
 replay reads the weights of the step's own adapters.
+
+Launches have room for the adapters of all steps so far. They grow with the steps and not with the loading of adapters,
+which ranks may do between different steps: every rank has to record the same steps, since recording computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +14,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from funitel.model_server.adapters.sites import Site
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.layers.low_rank.records import (
     WIDTH,
-    LargestSites,
     RowTiles,
     SiteSize,
     is_simple,
+    padded_ranks,
     records_of,
     tile_lines,
 )
@@ -35,21 +39,18 @@ class RecordedLowRank:
 
     Args:
         add_rows: launches the kernels of a site.
-        largest: sizes of the adapters placed so far.
-        num_sites: of the decoder.
+        sites: of the decoder.
         num_rows: of the largest step.
         device: of the decoder.
     """
 
-    def __init__(
-        self, add_rows: AddRows, largest: LargestSites, num_sites: int, num_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, add_rows: AddRows, sites: Sequence[Site], num_rows: int, device: torch.device) -> None:
         self.version = 0  # another number after each change of the launches
         self._add_rows = add_rows
-        self._largest = largest
-        self._sizes: Mapping[int, SiteSize] = {}
+        self._sites = sites
+        self._sizes: dict[int, SiteSize] = {}  # of sites that an adapter has had
         # A step has as many adapters as rows at most, so the table never has to grow, which would move it.
-        self._table = torch.zeros((num_rows, num_sites, WIDTH), dtype=torch.int64, device=device)
+        self._table = torch.zeros((num_rows, len(sites), WIDTH), dtype=torch.int64, device=device)
         self._slots: WeakKeyDictionary[LowRankWeights, int] = WeakKeyDictionary()  # least recently used first
         self._numbers = torch.zeros(self.num_numbers(num_rows), dtype=torch.int32, device=device)
 
@@ -60,12 +61,20 @@ class RecordedLowRank:
 
     def admit(self, rows: Sequence[RowSpan]) -> bool:
         """Whether kernels compute all adapters of a step. `version` is that of the launches of this step afterwards."""
-        adapters = {row.adapter for row in rows if row.adapter is not None}
-        if not all([is_simple(site) for each in adapters for site in weights_of(each).sites.values()]):
+        adapters = {weights_of(row.adapter) for row in rows if row.adapter is not None}
+        new = [weights for weights in adapters if weights not in self._slots]
+        if not all([is_simple(site) for weights in new for site in weights.sites.values()]):
             return False
-        if self._largest.sizes is not self._sizes:
-            self._sizes = self._largest.sizes
-            self.version += 1
+        grown = [self._grow(number, padded_ranks(site)) for each in new for number, site in each.sites.items()]
+        self.version += any(grown)
+        return True
+
+    def _grow(self, number: int, num_ranks: int) -> bool:
+        """Make room for so many ranks at a site; whether there was none."""
+        known = self._sizes.get(number)
+        if known is not None and known.num_ranks >= num_ranks:
+            return False
+        self._sizes[number] = SiteSize.within(self._sites[number], num_ranks)
         return True
 
     def fill(self, numbers: np.ndarray, rows: Sequence[RowSpan], num_rows: int) -> None:

@@ -1,12 +1,12 @@
 """Arguments of the kernels of adapters: addresses and sizes of weights, and tiles of rows with the same adapter."""
 
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from funitel.model_server.adapters.sites import Site
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.layers.low_rank.weights import LowRankSite, LowRankWeights
 
@@ -70,7 +70,7 @@ def records_of(weights: LowRankWeights, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SiteSize:
-    """The largest weights of a site among some adapters, which launches have room for.
+    """Sizes of weights of a site that launches have room for.
 
     Attributes:
         num_ranks: rows of `a`, rounded up to whole tiles.
@@ -84,40 +84,17 @@ class SiteSize:
 
     @classmethod
     def of(cls, sites: Sequence[LowRankSite]) -> "SiteSize":
-        """The size that holds each of `sites`, of which there is one at least."""
-        num_ranks = max([site.shrink.weight.shape[0] for site in sites if site.shrink is not None])
+        """The size that holds the weights of some adapters, one at least."""
         num_outputs = max([matmul.weight.shape[0] for site in sites for _, _, matmul in site.expand])
-        num_pieces = max([len(site.expand) for site in sites])
-        return cls(-(-num_ranks // TILE_RANKS) * TILE_RANKS, num_pieces, num_outputs)
+        return cls(max(map(padded_ranks, sites)), max([len(site.expand) for site in sites]), num_outputs)
 
-    def joined(self, other: "SiteSize | None") -> "SiteSize":
-        """The size that holds both."""
-        if other is None:
-            return self
-        return SiteSize(
-            max(self.num_ranks, other.num_ranks),
-            max(self.num_pieces, other.num_pieces),
-            max(self.num_outputs, other.num_outputs),
-        )
+    @classmethod
+    def within(cls, site: Site, num_ranks: int) -> "SiteSize":
+        """The size that holds every adapter of at most `num_ranks` padded ranks."""
+        num_pieces = min(MAX_PIECES, len(site.parts))
+        return cls(num_ranks, num_pieces, max([end - begin for _, _, (begin, end) in site.parts]))
 
 
-class LargestSites:
-    """The sizes of sites that hold every adapter placed so far. It may be called from any thread.
-
-    `sizes` are those by the number of the site, without sites that no adapter has: another mapping after each growth.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: Mapping[int, SiteSize] = {}
-        self._growing = threading.Lock()
-
-    def include(self, weights: LowRankWeights) -> None:
-        """Grow for an adapter, if kernels compute it and it is larger."""
-        if not all(map(is_simple, weights.sites.values())):
-            return
-        with self._growing:
-            grown = dict(self.sizes)
-            for number, site in weights.sites.items():
-                grown[number] = SiteSize.of([site]).joined(grown.get(number))
-            if grown != self.sizes:
-                self.sizes = grown
+def padded_ranks(site: LowRankSite) -> int:
+    """Rows of `a`, rounded up to whole tiles; 0 where there is none."""
+    return 0 if site.shrink is None else -(-site.shrink.weight.shape[0] // TILE_RANKS) * TILE_RANKS
