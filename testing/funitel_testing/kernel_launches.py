@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from funitel.model_server.adapters.peft_folder import AdapterTensors, LowRank
@@ -16,14 +17,14 @@ from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.adapters.sites import Site
 from funitel.model_server.attention.triton_kernels import Tiles, attend, max_queries
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.forward.batch import AdapterGroup
+from funitel.model_server.forward.batch import AdapterGroup, RowSpan
 from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps
-from funitel.model_server.layers.low_rank.ops import place
+from funitel.model_server.layers.low_rank.weights import place
 from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.layers.single_row_kernels import multiply as multiply_row
 from funitel.model_server.layers.single_row_kernels import multiply_gated as multiply_gated_row
@@ -319,25 +320,51 @@ def _single_row_launches() -> dict[str, Launch]:
     return launches
 
 
-def _low_rank(size: int, rank: int, dtype: torch.dtype, num_modules: int) -> None:
+def _low_rank(
+    size: int,
+    rank: int,
+    dtype: torch.dtype,
+    num_modules: int,
+    *,
+    num_rows: int = 20,
+    out_dtype: torch.dtype | None = None,
+    is_recorded: bool = False,
+) -> None:
     names = [f"m{i}" for i in range(num_modules)]
     site = Site(tuple((name, size, (0, size)) for name in names), size)
     low_ranks = {name: LowRank(torch.zeros(rank, size), torch.zeros(size, rank), 1.0) for name in names}
-    weights, rows = place([site], AdapterTensors(low_ranks, {}), dtype, torch.device("cpu")), torch.arange(20)
-    ops = TritonLowRankOps()
-    ops.begin([AdapterGroup(PlacedAdapter("a", "", rank, weights), rows, rows[:0])])
-    ops.add(0, torch.zeros(20, size, dtype=dtype), torch.zeros(20, size * num_modules, dtype=dtype), is_head=False)
+    cpu, ops = torch.device("cpu"), TritonLowRankOps()
+    weights = place([site], AdapterTensors(low_ranks, {}), dtype, cpu)
+    adapter = PlacedAdapter("a", "", rank, weights)
+    x, y = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(num_rows, size * num_modules, dtype=out_dtype or dtype)
+    if is_recorded:
+        recorded = ops.recorded([site], num_rows, cpu)
+        recorded.admit([RowSpan([0], 0, np.zeros(1, np.int32), adapter=adapter)])
+        recorded.add(0, x, y, is_head=False)
+    else:
+        ops.begin([AdapterGroup(adapter, range(num_rows), (), cpu)])
+        ops.add(0, x, y, is_head=False)
 
 
 def _low_rank_launches() -> dict[str, Launch]:
-    """Adapters of a matrix by itself, and of queries, keys and values side by side; odd ranks and large ones."""
-    launches = {}
+    """Adapters of a matrix by itself, and of queries, keys and values side by side; odd ranks and large ones.
+
+    Then those of prompts, of recorded steps of one row and of many, and of a head, with logits of float32.
+    """
+    kernels, launches = ("_shrink", "_expand"), {}
+    for name, rule in {
+        "prompt": {"num_rows": 1024},
+        "recorded-1": {"num_rows": 1, "is_recorded": True},
+        "recorded-64": {"num_rows": 64, "is_recorded": True},
+        "head": {"out_dtype": FLOAT32},
+    }.items():
+        launches[f"low-rank-{name}"] = Launch(call=partial(_low_rank, 4096, 16, BFLOAT16, 2, **rule), kernels=kernels)
     for size, rank in ((576, 3), (4096, 16), (4096, 256)):
         for dtype in (BFLOAT16, FLOAT16):  # float32 is repacked for oneDNN on a CPU
             for count in (1, 3):
                 launches[f"low-rank-{size}-{rank}-{str(dtype).removeprefix('torch.')}-{count}"] = Launch(
                     call=partial(_low_rank, size, rank, dtype, count),
-                    kernels=("_shrink", *["_expand"] * count),
+                    kernels=kernels,
                     is_quick=(size, rank, dtype, count) == (4096, 16, BFLOAT16, 1),
                 )
     return launches

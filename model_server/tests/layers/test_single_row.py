@@ -14,10 +14,12 @@ pytest.importorskip("triton")
 
 from funitel.model_server.device.dependent_kernels import dependent
 from funitel.model_server.layers import single_row, single_row_kernels
-from funitel.model_server.layers.linear import ACTIVATIONS, Matmul
+from funitel.model_server.layers.linear import ACTIVATIONS, ColumnLinear, Matmul
+from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps
 from funitel.model_server.layers.single_row import check, products_for
 from funitel.model_server.spec.model_spec import Activation
 from funitel_testing.elementwise_cases import BOUNDS
+from funitel_testing.random_weights import RandomWeights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GATES = [activation for activation in Activation if activation is not Activation.XIELU]
@@ -116,6 +118,19 @@ def test_a_layer_asks_for_single_rows_only() -> None:
         assert matmul.in_float32(x).dtype is torch.float32
         assert (matmul.gated(x, Activation.SILU) is None) is (num_rows == 2)
         assert plain.gated(x, Activation.SILU) is None
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_gates_are_one_kernel_unless_a_row_of_the_step_has_an_adapter(is_on: bool) -> None:
+    weights = RandomWeights(torch.bfloat16)
+    layer = ColumnLinear(weights, [("up", 24, (0, 24))], 64, has_bias=False, is_transposed=False)
+    assert isinstance(layer.matmul, Matmul)
+    layer.matmul.single_row = single_row_kernels
+    step = LowRankStep(TorchLowRankOps(), [layer.site])
+    layer.delta = LowRankDelta(step, 0, layer.site)
+    step.active = step.ops if is_on else None
+    x = drawn(1, 1, 64, dtype=torch.bfloat16)
+    assert (layer.gated(x, Activation.SILU) is None) is is_on
 
 
 def test_the_interpreter_launches_nothing_early() -> None:

@@ -109,13 +109,27 @@ class StateSegment:
     saves: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdapterGroup:
-    """The rows of a step that have the same adapter."""
+    """The rows of a step that have the same adapter; their tensors are uploaded when they are first read.
+
+    `token_places` are places among the tokens of the batch, `logit_places` among its logits.
+    """
 
     adapter: PlacedAdapter
-    tokens: torch.Tensor  # [n] int64, places among the tokens of the batch
-    logits: torch.Tensor  # [m] int64, places among its logits
+    token_places: Sequence[int]
+    logit_places: Sequence[int]
+    device: torch.device
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """`token_places` on the device, [n] int64."""
+        return _tensor(self.token_places, self.device)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """`logit_places` on the device, [m] int64."""
+        return _tensor(self.logit_places, self.device)
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,7 @@ class ForwardBatch:
                 [row if row.adapter is None else replace(row, adapter=adapter_of(row.adapter)) for row in rows]
             )
             groups = tuple([replace(group, adapter=adapter_of(group.adapter)) for group in groups])
-        groups = tuple([replace(each, tokens=each.tokens.to(device), logits=each.logits.to(device)) for each in groups])
+        groups = tuple([replace(each, device=device) for each in groups])
         ids, wanted = self.input_ids.to(device), self.logit_indices.to(device)
         return ForwardBatch(rows, self.num_decode, self.block_size, ids, wanted, adapters=groups)
 
@@ -339,9 +353,7 @@ def _groups(
     for place, token in enumerate(wanted):
         if token in owners:
             logits[owners[token]].append(place)
-    return tuple(
-        AdapterGroup(adapter, _tensor(own, device), _tensor(logits[adapter], device)) for adapter, own in tokens.items()
-    )
+    return tuple([AdapterGroup(adapter, own, logits[adapter], device) for adapter, own in tokens.items()])
 
 
 def _filled_in(ids: torch.Tensor, device_tokens: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Building blocks of the decoder. Each parallel layer owns its slicing, its loading and its collective."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -223,8 +224,15 @@ def read_head_norm(spec: ModelSpec, weights: Weights, name: str, num_heads: int,
     return weights.read(name, [num_heads, dim], rows=mine)
 
 
-Delta = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What adapters make of the outputs [rows, outputs] of a layer on inputs [rows, inputs]; for a table inputs are ids."""
+class OutputDelta(Protocol):
+    """The adapters of a layer."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a row of the step has an adapter."""
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Outputs `y` [rows, outputs] with what adapters add for inputs `x` [rows, inputs]; of a table ids [rows]."""
 
 
 class ColumnLinear:
@@ -234,7 +242,7 @@ class ColumnLinear:
     one packed tensor. With `has_bias` all have one, but those that `unbiased` names.
     """
 
-    delta: Delta | None = None
+    delta: OutputDelta | None = None
 
     def __init__(
         self,
@@ -265,7 +273,7 @@ class ColumnLinear:
 
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor | None:
         """The activated first half of the outputs times the second half, where one kernel has it; else None."""
-        if self.delta is not None or not isinstance(self.matmul, Matmul):
+        if (self.delta is not None and self.delta.is_on) or not isinstance(self.matmul, Matmul):
             return None
         return self.matmul.gated(x, activation)
 
@@ -276,7 +284,7 @@ class RowLinear:
     `dtype` is the precision of the product, where that is not the weights'.
     """
 
-    delta: Delta | None = None
+    delta: OutputDelta | None = None
 
     def __init__(
         self,
@@ -327,7 +335,7 @@ def heads_out(
 class VocabEmbedding:
     """Token embedding split by vocabulary: each rank looks its own rows up, the sum is the embedding."""
 
-    delta: Delta | None = None
+    delta: OutputDelta | None = None
 
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, parallel: TensorParallel) -> None:
         self.parallel = parallel
@@ -351,7 +359,7 @@ class VocabEmbedding:
 class VocabHead:
     """Hidden states -> logits, split by vocabulary and gathered on rank 0."""
 
-    delta: Delta | None = None
+    delta: OutputDelta | None = None
 
     def __init__(
         self,
@@ -382,7 +390,7 @@ class VocabHead:
         """Logits [rows, vocab_size] in float32 on rank 0; None on the others."""
         logits = self.matmul.in_float32(hidden)
         if self.delta is not None:
-            logits = self.delta(hidden, logits.to(hidden.dtype)).float()
+            logits = self.delta(hidden, logits)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

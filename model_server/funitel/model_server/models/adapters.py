@@ -11,7 +11,8 @@ from funitel.model_server.adapters.sites import base_modules, max_elements
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.layers.attention import Attention, LatentAttention
 from funitel.model_server.layers.linear import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
-from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps, place
+from funitel.model_server.layers.low_rank.ops import LowRankDelta, LowRankStep, TorchLowRankOps
+from funitel.model_server.layers.low_rank.weights import place
 from funitel.model_server.layers.mlp import Mlp, MlpAndExperts
 from funitel.model_server.models.decoder import AnyLayer, Decoder, SingleBlockLayer
 from funitel.model_server.models.mixer import AttentionBesideState, Mixer, StateLayer
@@ -23,9 +24,9 @@ Taker = ColumnLinear | RowLinear | VocabEmbedding | VocabHead
 
 def take_adapters(decoder: Decoder, prefix: str, dtype: torch.dtype, device: torch.device) -> AdapterBase:
     """Have a decoder add the adapters of its rows to its layers; `prefix` is that of its tensors' names."""
-    step = LowRankStep(_ops(device))
     takers = list(_takers(decoder))
     sites = [taker.site for taker in takers]
+    step = LowRankStep(_ops(device), sites)
     for number, taker in enumerate(takers):
         taker.delta = LowRankDelta(step, number, taker.site)
     decoder.low_rank = step

@@ -1,6 +1,7 @@
 """Decoding as CUDA graphs: a step of rows with one token each is recorded once for a bucket of rows, and replayed.
 
-A step with rows that have adapters or media is computed as it is.
+A step with rows that have media is computed as it is, and so is one with adapters that kernels do not compute. Other
+steps with adapters have recordings of their own, since those without launch no kernels of adapters.
 
 Launching a layer's kernels costs the host more than they cost the device when rows are few; a replay is one launch.
 A step takes the smallest bucket that holds it. Rows beyond its own are padding: they compute token 0 at position 0 of
@@ -21,6 +22,7 @@ from funitel.model_server.attention.backend import RecordableAttention
 from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan, block_tables
 from funitel.model_server.kv_cache.pool import KVCache, Slots
+from funitel.model_server.layers.low_rank.recorded import RecordedLowRank
 from funitel.model_server.models.decoder import Decoder
 from funitel.proto.settings.batch_sizes import BatchSizes
 
@@ -44,7 +46,7 @@ class CudaRecorder:
     _WARM_UPS = 2  # runs before: what is made once, such as compiled kernels, must not be in the graph
 
     def __init__(self) -> None:
-        self._newest: Callable[[], Any] = lambda: None  # the newest graph, while it lives: its memory is shared
+        self._graphs: list[Callable[[], Any]] = []  # references to graphs that may be gone: memory of one is all's
 
     def __call__(self, body: Body) -> Body:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -53,12 +55,13 @@ class CudaRecorder:
             for _ in range(self._WARM_UPS):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
-        graph, newest = torch.cuda.CUDAGraph(), self._newest()
-        pool = None if newest is None else newest.pool()
+        self._graphs = [each for each in self._graphs if each() is not None]
+        graph, other = torch.cuda.CUDAGraph(), self._graphs[0]() if self._graphs else None
+        pool = None if other is None else other.pool()
         # Other threads may call CUDA meanwhile: one waits for the copies of steps before, NCCL's for collectives.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = body()
-        self._newest = weakref.ref(graph)
+        self._graphs.append(weakref.ref(graph))
 
         def replay() -> torch.Tensor | None:
             graph.replay()
@@ -94,27 +97,33 @@ class _Inputs:
         """The inputs of a step of fewer rows, in the same memory."""
         return _Inputs(self._rows[:, :num_rows], self.tables[:num_rows])
 
-    def load(self, batch: ForwardBatch) -> None:
-        """Take over the rows of a batch, in one upload; the others become padding.
+    def load(self, batch: ForwardBatch, adapters: RecordedLowRank | None) -> None:
+        """Take over the rows of a batch, in one upload; the others become padding. `adapters` takes over theirs.
 
         Of the blocks as many are told as the longest row has: what is left of a step before is beyond every context.
         """
         num_rows, num_lines = self.tables.shape[0], self._rows.shape[0]
         own = block_tables(batch.rows, batch.block_size)
         used = own.shape[1]
-        staged = torch.zeros(num_rows * (num_lines + used), dtype=torch.int32, pin_memory=self.tables.is_cuda)
+        end = num_rows * (num_lines + used)
+        num_numbers = end + (0 if adapters is None else adapters.num_numbers(num_rows))
+        staged = torch.zeros(num_numbers, dtype=torch.int32, pin_memory=self.tables.is_cuda)
         numbers = staged.numpy()
         _, positions, contexts, *rotary = numbers[: num_lines * num_rows].reshape(num_lines, num_rows)
-        numbers[num_lines * num_rows :].reshape(num_rows, used)[: len(own)] = own
+        numbers[num_lines * num_rows : end].reshape(num_rows, used)[: len(own)] = own
         contexts[:] = 1
         for i, row in enumerate(batch.rows):
             positions[i], contexts[i] = row.start, row.end
         for line in rotary:
             line[: len(own)] = positions[: len(own)] if batch.rotary is None else batch.rotary
+        if adapters is not None:
+            adapters.fill(numbers[end:], batch.rows, num_rows)
         there = staged.to(self.tables.device, non_blocking=True)
         self._rows.copy_(there[: num_lines * num_rows].view(num_lines, num_rows))
         self.tokens[: len(own)].copy_(batch.input_ids)  # which the step before may just have chosen
-        self.tables[:, :used].copy_(there[num_lines * num_rows :].view(num_rows, used))
+        self.tables[:, :used].copy_(there[num_lines * num_rows : end].view(num_rows, used))
+        if adapters is not None:
+            adapters.take_over(there[end:])
 
 
 @dataclass(frozen=True)
@@ -169,15 +178,18 @@ class GraphedDecoder:
         self._width = -(-context // attention.block_size)
         self._record = record
         self._has_axes = any(rotary.spec.sections for rotary in decoder.token_embedding.rotaries)
-        self._steps: dict[int, tuple[_Inputs, Body] | None] = {}  # None: there was no memory to record it
+        # By bucket, and by version of the launches of adapters in steps that have some; None: no memory to record it.
+        self._steps: dict[tuple[int, int | None], tuple[_Inputs, Body] | None] = {}
         self._cache: KVCache | None = None
         self._inputs: _Inputs | None = None
+        self._adapters: RecordedLowRank | None = None
         self._logits: torch.Tensor | None = None
 
     @property
     def num_recordings(self) -> int:
         """See RecordingForward."""
-        return len(self._buckets)
+        low_rank = self._decoder.low_rank
+        return len(self._buckets) * (2 if low_rank is not None and low_rank.ops.is_recordable else 1)
 
     def record_largest(self, cache: KVCache) -> None:
         """See RecordingForward."""
@@ -187,7 +199,7 @@ class GraphedDecoder:
 
     def forget_recordings(self) -> None:
         """See RecordingForward."""
-        self._steps, self._cache, self._inputs, self._logits = {}, None, None, None
+        self._steps, self._cache, self._inputs, self._adapters, self._logits = {}, None, None, None, None
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """See Forward."""
@@ -197,35 +209,60 @@ class GraphedDecoder:
         if cache is not self._cache:  # recorded steps write to the pool they were recorded with
             self.forget_recordings()
             self._cache = cache
-        if bucket not in self._steps:
-            self._steps[bucket] = self._step(bucket, batch, cache)
-        step = self._steps[bucket]
+        self._prepare(batch.input_ids.device)
+        adapters, version = None, None
+        if batch.adapters:
+            adapters = self._adapters
+            if adapters is None or not adapters.admit(batch.rows):
+                return self._decoder(batch, cache)
+            version = adapters.version
+            self._forget_versions_but(version)
+        key = bucket, version
+        if key not in self._steps:
+            self._steps[key] = self._step(bucket, batch, cache, adapters)
+        step = self._steps[key]
         if step is None:
             return self._decoder(batch, cache)
         inputs, replay = step
-        inputs.load(batch)
+        inputs.load(batch, adapters)
         logits = replay()
         return None if logits is None else logits[batch.logit_indices]
 
+    def _prepare(self, device: torch.device) -> None:
+        """Make the memory that recorded steps read; that of adapters too, so that it is there when it is measured."""
+        if self._inputs is not None:
+            return
+        num_rows, low_rank = self._buckets[-1], self._decoder.low_rank
+        self._inputs = _Inputs.make(num_rows, self._width, device, has_axes=self._has_axes)
+        if low_rank is not None:
+            self._adapters = low_rank.ops.recorded(low_rank.sites, num_rows, device)
+
+    def _forget_versions_but(self, version: int) -> None:
+        """Drop recorded steps with adapters of other versions: their launches lack room for the newest adapters."""
+        stale = [key for key in self._steps if key[1] not in (None, version)]
+        for key in stale:
+            del self._steps[key]
+
     def _bucket_of(self, batch: ForwardBatch) -> int | None:
         num_rows = len(batch.rows)
-        if batch.num_decode < num_rows or batch.logit_indices.shape[0] == 0 or batch.adapters:
+        if batch.num_decode < num_rows or batch.logit_indices.shape[0] == 0:
             return None
         if batch.media is not None or (batch.rotary is not None and (batch.rotary.ndim > 1 or not self._has_axes)):
             return None
         return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
 
-    def _step(self, bucket: int, batch: ForwardBatch, cache: KVCache) -> tuple[_Inputs, Body] | None:
-        if self._inputs is None:
-            device, has_axes = batch.input_ids.device, self._has_axes
-            self._inputs = _Inputs.make(self._buckets[-1], self._width, device, has_axes=has_axes)
+    def _step(
+        self, bucket: int, batch: ForwardBatch, cache: KVCache, adapters: RecordedLowRank | None
+    ) -> tuple[_Inputs, Body] | None:
+        assert self._inputs is not None
         inputs = self._inputs.first(bucket)
-        inputs.load(batch)
+        inputs.load(batch, adapters)
+        block_size = batch.block_size
 
-        def body() -> torch.Tensor | None:
-            fixed = _FixedBatch.of(inputs, batch.block_size)
+        def body() -> torch.Tensor | None:  # without `batch`, of which adapters may be unloaded
+            fixed = _FixedBatch.of(inputs, block_size)
             plan = self._attention.plan_rows(inputs.contexts, inputs.tables)
-            logits = self._decoder.run(fixed, cache, plan)
+            logits = self._decoder.run(fixed, cache, plan, adapters)
             return None if logits is None else self._kept(logits)
 
         try:

@@ -14,7 +14,7 @@ from funitel.model_server.layers.attention import Rotations
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
-from funitel.model_server.layers.low_rank.ops import LowRankStep
+from funitel.model_server.layers.low_rank.ops import LowRankOps, LowRankStep
 from funitel.model_server.layers.mlp import Experts, Mlp, MlpAndExperts
 from funitel.model_server.layers.rotary import Rotary, rotations_of, sinusoids
 from funitel.model_server.models.mixer import Mixer, adopt, mixer_of
@@ -88,13 +88,18 @@ class Decoder:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
         return self.run(batch, cache, self.attention.plan(batch))
 
-    def run(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
-        """Run one forward with a plan of its attention; with tensors alone where the plan is."""
+    def run(
+        self, batch: ForwardBatch, cache: KVCache, plan: object, adapters: LowRankOps | None = None
+    ) -> torch.Tensor | None:
+        """Run one forward with a plan of its attention; with tensors alone where the plan is.
+
+        `adapters` computes those of a recorded step, in place of the batch's own.
+        """
         if self.offload is not None:
             self.offload.begin()
         if self.low_rank is None:
             return self._compute(batch, cache, plan)
-        self.low_rank.begin(batch)
+        self.low_rank.begin(batch, adapters)
         try:
             return self._compute(batch, cache, plan)
         finally:
