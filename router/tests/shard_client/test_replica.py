@@ -25,3 +25,21 @@ def test_memories_of_strategies_are_kept_whichever_rank_is_the_slowest(slowest: 
         StepResult((), kept, total_ns=seconds[1]),
     )
     assert replica.settle(step, results).combined.memories == ((6, 7.5),)
+
+
+def test_an_answer_of_a_batch_that_was_joined_since_does_not_bring_it_back() -> None:
+    """The rows of both are the same by then: the batch's only row is in the one that it was joined to, whose own left."""
+    calls: Any = {name: lambda *_: None for name in ("prefill", "decode", "filter")}
+    replica = Replica(cast(Ranks, SimpleNamespace(infos=(ShardInfo(rank=0),), **calls)))
+    starts = [
+        SequenceStart(request_id=i, sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=9))
+        for i in (1, 2)
+    ]
+    first, second = (
+        replica.send(StepPlan((start,), (), {start.request_id: 1}, StepLoad(), is_alone=True)) for start in starts
+    )
+    joined = replica.send(StepPlan((), (), {1: 1, 2: 1}, StepLoad()))
+    replica.settle(first, (StepResult((), CachedBatch(first.batch_id, (1,))),))
+    replica.drop_all_but({2})
+    replica.settle(second, (StepResult((), CachedBatch(second.batch_id, (2,))),))
+    assert replica.send(StepPlan((), (), {2: 1}, StepLoad())).batch_id == joined.batch_id

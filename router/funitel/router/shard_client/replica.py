@@ -254,7 +254,8 @@ class Replica:
             raise ShardUnsound(f"the shards keep batch {kept.id} of a step of batch {step.batch_id}")
         if kept is not None and kept.request_ids == step.request_ids:
             # Kept as the ranks describe it: TGI's shards expect the same description.
-            self._batches = [kept if batch.request_ids == kept.request_ids else batch for batch in self._batches]
+            same = kept.id, kept.request_ids  # it may be joined to another batch since
+            self._batches = [kept if (batch.id, batch.request_ids) == same else batch for batch in self._batches]
             return frozenset()
         rows = frozenset(step.request_ids)
         ended = rows.difference(kept.request_ids if kept is not None else ())
