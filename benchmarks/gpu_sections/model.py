@@ -10,6 +10,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
+from funitel.model_server.layers.experts.choice import choice_of
 from funitel.model_server.layers.experts.kernels import TritonExpertOps
 from funitel.model_server.layers.experts.stack import stack_experts
 from funitel.model_server.models.cuda_graphs import CudaRecorder, GraphedDecoder, recorded
@@ -33,7 +34,7 @@ def make_decoder(plan: Plan) -> Decoder:
         decoder.adopt(TritonElementwiseOps(plan.dtype))
         for mixture in decoder.mixtures():
             stack_experts(mixture)
-            mixture.ops = TritonExpertOps()
+            mixture.ops, mixture.router.choice = TritonExpertOps(), choice_of(mixture.router)
     return decoder
 
 

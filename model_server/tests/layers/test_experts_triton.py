@@ -22,6 +22,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.expert_ops import HeldExperts, TorchExpertOps
+from funitel.model_server.layers.experts.choice import TritonChoice, check_choice, choice_of
 from funitel.model_server.layers.experts.kernels import (
     TILE_SHAPES,
     TileShape,
@@ -90,6 +91,57 @@ def test_tiles_of_every_shape(shape: TileShape) -> None:
     assert error <= BOUNDS[torch.float16]
 
 
+def router_of(family: str, folder: Path) -> Router:
+    ZOO[family].save(folder)
+    spec = spec_of(read_json(folder / "config.json"))
+    assert spec.experts is not None
+    weights = Weights(folder, torch.float16, CPU, spec.names.prefix, is_shown=False)
+    return Router(spec, spec.experts, weights, 1)
+
+
+@pytest.mark.parametrize("num_experts", [None, 130])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "gemma4_moe", "llama4"])
+def test_the_choice_of_experts(family: str, num_experts: int | None, tmp_path: Path) -> None:
+    """Softmax and sigmoid, normalised and not, with a correction, a scale, and a scale of each expert."""
+    router, generator = router_of(family, tmp_path), torch.Generator().manual_seed(3)
+    if num_experts is not None:
+        router.spec = replace(router.spec, num_experts=num_experts, num_chosen=7)
+        router.correction = torch.rand(num_experts, generator=generator)
+        router.expert_scale = torch.rand(num_experts, generator=generator)
+    choice = choice_of(router)
+    assert choice is not None
+    logits = 3 * torch.randn(40, router.spec.num_experts, generator=generator)
+    for some in (logits, logits[:1], logits[:0]):
+        (chosen, shares), (numbers, expected) = choice(some), router.choose(some)
+        assert torch.equal(chosen, numbers)
+        assert chosen.dtype is numbers.dtype
+        assert torch.allclose(shares, expected, rtol=1e-5)
+    check_choice(router, CPU)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+def test_logits_that_are_no_numbers_choose_experts_that_there_are(tmp_path: Path) -> None:
+    choice = choice_of(router_of("mixtral", tmp_path))
+    assert choice is not None
+    chosen, _ = choice(torch.full((3, 5), torch.nan))
+    assert int(chosen.min()) >= 0
+    assert int(chosen.max()) < 5
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "phimoe"])
+def test_groups_and_choices_one_after_the_other_are_left_to_torch(family: str, tmp_path: Path) -> None:
+    router = router_of(family, tmp_path)
+    assert choice_of(router) is None
+    check_choice(router, CPU)
+
+
+def test_a_choice_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = router_of("mixtral", tmp_path)
+    monkeypatch.setattr(TritonChoice, "__call__", lambda _, logits: router.choose(-logits))
+    with pytest.raises(ValueError, match="is off by"):
+        check_choice(router, CPU)
+
+
 def naive_layout(chosen: list[int], held: range, num_rows: int) -> tuple[list[list[int]], list[int]]:
     """The tiles with pairs, and their experts counted from the first held one, in plain Python."""
     pairs, experts = [], []
@@ -145,14 +197,11 @@ def spread(num_pairs: int, num_experts: int) -> list[int]:
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "phimoe"])
 def test_neither_the_router_nor_the_layout_reads_what_tensors_hold(family: str, tmp_path: Path) -> None:
     """Fake tensors hold nothing, and refuse what the host would have to know: the loop over experts, for one."""
-    ZOO[family].save(tmp_path)
-    spec = spec_of(read_json(tmp_path / "config.json"))
-    assert spec.experts is not None
-    router = Router(spec, spec.experts, Weights(tmp_path, torch.float16, CPU, spec.names.prefix, is_shown=False), 1)
-    num_experts, num_chosen = spec.experts.num_experts, spec.experts.num_chosen
+    router = router_of(family, tmp_path)
+    num_experts, num_chosen = router.spec.num_experts, router.spec.num_chosen
     router.product = lambda x: x[:, :num_experts]  # type: ignore[assignment]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        chosen, _ = router(torch.empty(30, spec.hidden_size))
+        chosen, _ = router(torch.empty(30, 48))
         assert chosen.shape == (30, num_chosen)
         layout = sort_pairs(chosen, range(1, num_experts), 16)
         assert len(layout.experts) == max_tiles(30 * num_chosen, num_experts - 1, 16)
@@ -185,7 +234,7 @@ def decoder_of(folder: Path, parallel: TensorParallel | None = None, dtype: torc
 def fuse(decoder: Decoder) -> None:
     for mixture in decoder.mixtures():
         stack_experts(mixture)
-        mixture.ops = no_fall_back()
+        mixture.ops, mixture.router.choice = no_fall_back(), choice_of(mixture.router)
 
 
 SLOW = ("olmoe", "glm4_moe", "granite_moe_shared", "llama4")
@@ -294,9 +343,11 @@ def test_experts_are_fused_after_a_check_and_looped_over_where_it_fails(
         decoder = decoder_of(tmp_path)
         fuse_experts(decoder, CPU)
         assert {mixture.ops.name for mixture in decoder.mixtures()} == {"torch"}
+        monkeypatch.setattr("funitel.model_server.layers.experts.choice.check_choice", lambda *_: None)
         monkeypatch.setattr("funitel.model_server.layers.experts.kernels.check_experts", check)
         fuse_experts(decoder, CUDA)
         assert {mixture.ops.name for mixture in decoder.mixtures()} == {name}
+        assert {mixture.router.choice is not None for mixture in decoder.mixtures()} == {name == "triton"}
         assert isinstance(recorded(decoder, None), GraphedDecoder) is (name == "triton")
     assert "without the Triton kernels: ValueError: no such kernel" in caplog.text
 

@@ -1,5 +1,6 @@
 """The second block of a decoder layer: one MLP, or a mixture of experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -22,7 +23,10 @@ from funitel.model_server.layers.linear import (
 from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec
 
-_MIN_SUM = 1e-20  # what scores are divided by at least
+MIN_SUM = 1e-20  # what scores are divided by at least
+
+Choice = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From logits of experts to the chosen ones and their shares: see `Router.choose`."""
 
 
 class Mlp:
@@ -149,6 +153,7 @@ class Router:
             bias = weights.read(f"{name}.bias", [experts.num_experts], dtype=torch.float32)
         self.spec = experts
         self.product = Matmul(weight, bias)
+        self.choice: Choice | None = None  # what computes `choose` in one kernel
         self.expert_scale: torch.Tensor | None = None  # [num_experts]
         if spec.names.expert_scale:
             whole = weights.named(spec.names.expert_scale, i=index)
@@ -163,7 +168,12 @@ class Router:
         x = x.float()
         if self.norm_eps is not None:
             x = F.rms_norm(x, x.shape[-1:], eps=self.norm_eps)
-        spec, logits = self.spec, self.product(x)
+        logits = self.product(x)
+        return self.choose(logits) if self.choice is None else self.choice(logits)
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and shares by logits [num_tokens, num_experts] float32, operation by operation."""
+        spec = self.spec
         if spec.score is ExpertScore.SPARSEMIXER:
             return self._one_by_one(logits)
         scores = logits.softmax(dim=-1) if spec.score is ExpertScore.SOFTMAX else _sigmoid(logits)
@@ -173,7 +183,7 @@ class Router:
         chosen = ranked.topk(spec.num_chosen).indices
         shares = scores.gather(1, chosen)
         if spec.is_normalized:
-            shares = shares / (shares.sum(dim=-1, keepdim=True) + _MIN_SUM)
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + MIN_SUM)
         if self.expert_scale is not None:
             shares = shares * self.expert_scale[chosen]
         return chosen, shares * spec.scale

@@ -40,13 +40,15 @@ def fuse_experts(decoder: Decoder, device: torch.device) -> None:
 def _fuse(mixtures: list[Experts], hidden_size: int, device: torch.device) -> None:
     # Triton: seconds to import, and there with torch's builds for GPUs only
     kernels = import_module("funitel.model_server.layers.experts.kernels")
+    choice = import_module("funitel.model_server.layers.experts.choice")
     ops: ExpertOps = kernels.TritonExpertOps()
     for i, mixture in enumerate(mixtures):
         stack_experts(mixture)
         torch.cuda.empty_cache()  # the next stack needs in one piece what the weights one by one leave
         if i == 0:
             with torch.inference_mode():
+                choice.check_choice(mixture.router, device)
                 kernels.check_experts(mixture.held_experts, mixture.router.spec.num_chosen, hidden_size, device)
     for mixture in mixtures:
-        mixture.ops = ops
+        mixture.ops, mixture.router.choice = ops, choice.choice_of(mixture.router)
     logger.info("mixtures of experts are computed in Triton kernels")

@@ -51,7 +51,7 @@ TILE_SHAPES = (
 
 
 def tile_shape(num_pairs: int, num_experts: int, dtype: torch.dtype) -> TileShape:
-    """A tile that most experts fill at most once: half as many rows again as an expert has on average."""
+    """A tile that most experts fill at most once: half as many rows again as one of all experts has on average."""
     average = 3 * num_pairs // (2 * num_experts)
     found = next((shape for shape in TILE_SHAPES if shape.rows >= average), TILE_SHAPES[-1])
     return found if dtype.itemsize == 2 else found.half()
@@ -225,7 +225,7 @@ class TritonExpertOps:
         if stack is None or not num_tokens:
             return self._reference.add(experts, x, chosen, shares, shared)
         x, shares = x.contiguous(), shares.contiguous()
-        shape = tile_shape(chosen.numel(), len(experts.held), x.dtype)
+        shape = tile_shape(chosen.numel(), experts.num_experts, x.dtype)
         layout = lay_out(chosen, experts.held, shape.rows)
         num_units = stack.down.shape[2]
         gated = x.new_empty((chosen.numel(), num_units))
@@ -293,9 +293,9 @@ def check_experts(experts: HeldExperts, num_chosen: int, hidden_size: int, devic
     Numbers of tokens are such that tiles of every shape are compiled on the way, so that no request waits for them.
     """
     assert experts.stack is not None
-    generator, num_held = seeded_generator(0, device), len(experts.held)
+    generator = seeded_generator(0, device)
     for shape in TILE_SHAPES:
-        num_tokens = max(1, 2 * shape.rows * num_held // (3 * num_chosen))
+        num_tokens = max(1, 2 * shape.rows * experts.num_experts // (3 * num_chosen))
         x = torch.randn((num_tokens, hidden_size), device=device, generator=generator).to(experts.stack.down.dtype)
         scores = torch.rand((num_tokens, experts.num_experts), device=device, generator=generator)
         shares, chosen = scores.topk(num_chosen)
