@@ -2,7 +2,7 @@
 
 A pair is a token and one of its chosen experts; pair i belongs to token i // num_chosen. The pairs of an expert begin a
 tile of their own, and what they leave of their last tile is -1. The number of tiles is the worst case for that number
-of pairs, so launches depend on shapes alone; tiles without pairs come last.
+of pairs, so launches depend on shapes alone; tiles without pairs are marked.
 Source: `moe_align_block_size` of vLLM.
 """
 
@@ -15,8 +15,8 @@ import triton.language as tl
 from funitel.model_server.device.dependent_kernels import dependent, wait_for_previous
 
 _MAX_KERNEL_PAIRS = 2048  # each program reads all of them; torch sorts more
-_COUNTED = 2048  # comparisons of a turn of the counting loop
-_PLACED_AT_ONCE = 256
+_COUNTED = 8192  # comparisons of a turn of the loop that counts the pairs of each expert
+_FEW_PAIRS, _PAIRS_AT_ONCE = 64, 1024  # of a turn of the other loops; two sizes, as each is compiled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +62,9 @@ def lay_out(chosen: torch.Tensor, held: range, num_rows: int) -> ExpertLayout:
         NUM_EXPERTS=len(held),
         PADDED_EXPERTS=padded,
         ROWS=num_rows,
-        COUNTED_AT_ONCE=max(1, _COUNTED // padded),
-        PLACED_AT_ONCE=_PLACED_AT_ONCE,
+        COUNTED_AT_ONCE=max(1, min(_COUNTED // padded, _FEW_PAIRS)),
+        PAIRS_AT_ONCE=_FEW_PAIRS if num_pairs <= _FEW_PAIRS else _PAIRS_AT_ONCE,
+        IS_DENSE=num_pairs >= len(held),
         **dependent(),
     )
     return ExpertLayout(pairs, experts)
@@ -81,36 +82,61 @@ def lay_out_expert(
     PADDED_EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COUNTED_AT_ONCE: tl.constexpr,
-    PLACED_AT_ONCE: tl.constexpr,
+    PAIRS_AT_ONCE: tl.constexpr,
+    IS_DENSE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """The tiles of one expert. Each program counts the pairs of all experts, which tells where its own tiles begin."""
+    """The tiles of one expert.
+
+    With fewer pairs than experts, tiles follow one another, so each program counts the pairs of every expert. Otherwise
+    there is a tile to spare for each expert: expert e begins at tile s // ROWS + e, where s are the pairs of experts
+    before it, and ends before the next one begins, as ceil(n / ROWS) <= (s + n) // ROWS - s // ROWS + 1.
+    """
     expert = tl.program_id(0)
-    experts = tl.arange(0, PADDED_EXPERTS)
     wait_for_previous(IS_DEPENDENT)
-    is_hit = tl.zeros([COUNTED_AT_ONCE, PADDED_EXPERTS], tl.int32)
-    for at in range(0, num_pairs, COUNTED_AT_ONCE):
-        place = at + tl.arange(0, COUNTED_AT_ONCE)
-        each = tl.load(chosen + place, mask=place < num_pairs, other=-1).to(tl.int32) - first_held
-        is_hit += (each[:, None] == experts[None, :]).to(tl.int32)
-    tiles = (tl.sum(is_hit, 0) + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
-    own = tl.sum(tl.where(experts == expert, tiles, 0), 0)
+    if IS_DENSE:
+        before = tl.zeros([PAIRS_AT_ONCE], tl.int32)
+        same = tl.zeros([PAIRS_AT_ONCE], tl.int32)
+        for at in range(0, num_pairs, PAIRS_AT_ONCE):
+            each = _experts_of(chosen, at + tl.arange(0, PAIRS_AT_ONCE), num_pairs, first_held)
+            before += ((each >= 0) & (each < expert)).to(tl.int32)
+            same += (each == expert).to(tl.int32)
+        num_before, num_own = tl.sum(before, 0), tl.sum(same, 0)
+        first = num_before // ROWS + expert
+        own = (num_own + ROWS - 1) // ROWS
+        end = (num_before + num_own) // ROWS + expert + 1
+    else:
+        experts = tl.arange(0, PADDED_EXPERTS)
+        is_hit = tl.zeros([COUNTED_AT_ONCE, PADDED_EXPERTS], tl.int32)
+        for at in range(0, num_pairs, COUNTED_AT_ONCE):
+            each = _experts_of(chosen, at + tl.arange(0, COUNTED_AT_ONCE), num_pairs, first_held)
+            is_hit += (each[:, None] == experts[None, :]).to(tl.int32)
+        tiles = (tl.sum(is_hit, 0) + ROWS - 1) // ROWS
+        first = tl.sum(tl.where(experts < expert, tiles, 0), 0)
+        own = tl.sum(tl.where(experts == expert, tiles, 0), 0)
+        end = first + own
+    if expert == NUM_EXPERTS - 1:
+        end = num_tiles
     target = pairs + first * ROWS
     num_placed = 0
-    for at in range(0, num_pairs, PLACED_AT_ONCE):
-        place = at + tl.arange(0, PLACED_AT_ONCE)
-        each = tl.load(chosen + place, mask=place < num_pairs, other=-1).to(tl.int32) - first_held
-        is_own = ((each == expert) & (place < num_pairs)).to(tl.int32)
+    for at in range(0, num_pairs, PAIRS_AT_ONCE):
+        place = at + tl.arange(0, PAIRS_AT_ONCE)
+        is_own = (_experts_of(chosen, place, num_pairs, first_held) == expert).to(tl.int32)
         tl.store(target + num_placed + tl.cumsum(is_own, 0) - 1, place, mask=is_own > 0)
         num_placed += tl.sum(is_own, 0)
     row = (own - 1) * ROWS + tl.arange(0, ROWS)  # of the last tile
     tl.store(target + row, tl.full([ROWS], -1, tl.int32), mask=row >= num_placed)
     for tile in range(first, first + own):
         tl.store(tile_experts + tile, expert)
-    if expert == NUM_EXPERTS - 1:
-        for tile in range(first + own, num_tiles):
-            tl.store(tile_experts + tile, -1)
+    for tile in range(first + own, end):
+        tl.store(tile_experts + tile, -1)
+
+
+@triton.jit
+def _experts_of(chosen, place, num_pairs, first_held):
+    """The experts of pairs, counted from the first held one; negative beyond the last pair and for those before it."""
+    each = tl.load(chosen + place, mask=place < num_pairs, other=-1).to(tl.int32)
+    return tl.where(each >= 0, each - first_held, -1)
 
 
 def sort_pairs(chosen: torch.Tensor, held: range, num_rows: int) -> ExpertLayout:
