@@ -12,6 +12,7 @@ shape of Llama-3.1-8B and random weights, so nothing is fetched. Sections, in th
     pool        the executor in process, then with every block of the pool in use
     precision   4-bit, int8 and fp8 weights and fp8 KV: what they gain and what they cost
     extras      LoRA adapters and drafts: what they add to a decoding step
+    experts     decoding steps and a prompt of a mixture of experts, in kernels and expert by expert
 
 Each runs in a process of its own and within a time of its own; one that fails leaves the others as they are. Figures
 are printed as they come, then what failed, and as the last line a short JSON object; the whole report grows in

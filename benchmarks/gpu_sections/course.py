@@ -39,6 +39,7 @@ STAGES: tuple[tuple[Section, ...], ...] = (
     (Section("pool", 220),),
     (Section("precision", 150),),
     (Section("extras", 90),),
+    (Section("experts", 150),),
 )
 """In their order; those of one stage run side by side."""
 

@@ -71,6 +71,11 @@ def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBat
     _compute_with(decoder, reference, TorchElementwiseOps())
     expected = decoder.run(batch, cache, reference.plan(batch))
     _compute_with(decoder, decoder.attention, elementwise)
+    return share_alike(found, expected)
+
+
+def share_alike(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """Share of rows of logits with the same likeliest token, or one that nearly is."""
     assert found is not None
     assert expected is not None
     chosen = expected.gather(1, found.argmax(-1)[:, None])[:, 0]

@@ -10,9 +10,12 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
+from funitel.model_server.layers.experts.choice import choice_of
+from funitel.model_server.layers.experts.kernels import TritonExpertOps
+from funitel.model_server.layers.experts.stack import stack_experts
 from funitel.model_server.models.cuda_graphs import CudaRecorder, GraphedDecoder, recorded
 from funitel.model_server.models.decoder import Decoder
-from funitel.model_server.models.fuse_elementwise import fuse_elementwise
+from funitel.model_server.models.fuse_kernels import fuse_kernels
 from funitel_testing.random_weights import RandomWeights
 from gpu_sections.plan import BLOCK_SIZE, Plan
 
@@ -26,9 +29,12 @@ def make_decoder(plan: Plan) -> Decoder:
     decoder = Decoder(spec, weights, TensorParallel(), make_attention(plan))
     if plan.is_gpu:
         heads = HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads)
-        fuse_elementwise(decoder, heads, plan.device, plan.dtype, plan.dtype)
+        fuse_kernels(decoder, heads, plan.device, plan.dtype, plan.dtype)
     else:
         decoder.adopt(TritonElementwiseOps(plan.dtype))
+        for mixture in decoder.mixtures():
+            stack_experts(mixture)
+            mixture.ops, mixture.router.choice = TritonExpertOps(), choice_of(mixture.router)
     return decoder
 
 

@@ -54,6 +54,40 @@ TINY = LLAMA_8B | {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
+QWEN3_30B_A3B: dict[str, Any] = {  # config.json of Qwen3-30B-A3B, with 12 layers of 48
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+TINY_MIXTURE = QWEN3_30B_A3B | {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +117,10 @@ class Plan:
     answer: int = 384  # tokens of each
     peer_streams: int = 64  # beside transformers
     peer_answer: int = 256
+
+    mixture: dict[str, Any] = field(default_factory=lambda: QWEN3_30B_A3B)
+    mixture_rows: tuple[int, ...] = (1, 16, 64, 256)
+    mixture_prompt: int = 4096
 
     adapter_rows: int = 64
     num_adapters: int = 8
@@ -134,6 +172,9 @@ REHEARSAL = Plan(
     answer=12,
     peer_streams=2,
     peer_answer=4,
+    mixture=TINY_MIXTURE,
+    mixture_rows=(1, 3),
+    mixture_prompt=24,
     adapter_rows=3,
     num_adapters=2,
     rank=4,

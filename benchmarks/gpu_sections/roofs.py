@@ -14,6 +14,19 @@ def weight_bytes(spec: ModelSpec, bytes_each: float) -> float:
     return bytes_each * (spec.num_layers * layer_elements(spec) + spec.vocab_size * spec.hidden_size)
 
 
+def mixture_bytes(spec: ModelSpec, num_hit: float, bytes_each: float) -> float:
+    """Bytes of weights that a decoding step of a mixture reads, with `num_hit` experts hit in each layer on average.
+
+    Scores of experts are computed in float32. Every layer has experts, and none that all tokens pass.
+    """
+    experts = spec.experts
+    assert experts is not None
+    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+    each = heads * spec.head_dim + 3 * num_hit * experts.intermediate_size
+    layer = spec.hidden_size * (bytes_each * each + 4 * experts.num_experts)
+    return spec.num_layers * layer + bytes_each * spec.vocab_size * spec.hidden_size
+
+
 def kv_bytes(spec: ModelSpec, context: float, bytes_each: float) -> float:
     """Bytes of keys and values that a row of so many tokens reads in a step."""
     return bytes_each * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * context

@@ -40,6 +40,14 @@ def test_what_a_step_of_llama_reads() -> None:
     embeddings, norms = 128_256 * 4096, 65 * 4096
     assert roofs.weight_bytes(SPEC, 2) == 2 * (8_030_261_248 - embeddings - norms)
     assert roofs.kv_bytes(SPEC, 1, 2) == 128 * 1024
+
+
+def test_what_a_step_of_a_mixture_reads() -> None:
+    """Qwen3-30B-A3B has 30.53 billion parameters; routers are read as float32."""
+    spec = replace(plans.FULL, config=plans.QWEN3_30B_A3B | {"num_hidden_layers": 48}).spec
+    embeddings, norms, routers = 151_936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048, 48 * 128 * 2048
+    assert roofs.mixture_bytes(spec, 128, 2) == 2 * (30_532_122_624 - embeddings - norms) + 2 * routers
+    assert roofs.mixture_bytes(spec, 128, 2) - roofs.mixture_bytes(spec, 127, 2) == 48 * 2 * 3 * 768 * 2048
     assert roofs.kv_bytes(SPEC, 1000, 1) == 500 * 128 * 1024
 
 
@@ -246,6 +254,15 @@ def test_decoding_and_a_prompt() -> None:
     assert {"blocks_of_all_layers_2", "a_pool_a_layer_2"} <= set(found)
     assert found.pop("used").name == "attention in triton, what lies between products in triton"
     assert all(line.measured > 0 for line in found.values())
+
+
+def test_a_mixture_in_kernels_and_by_the_loop() -> None:
+    found = measured("experts", mixture_rows=(2,), repeats=1, context=4, mixture_prompt=4)
+    assert found["experts_used"].name == "experts in triton"
+    assert {"experts_loop_2", "experts_launched_2", "experts_prompt", "experts_prompt_loop"} <= set(found)
+    assert found["experts_error_2"].is_met
+    assert found["experts_same_2"].is_met
+    assert 2 <= found["experts_hit_2"].measured <= 4
 
 
 def test_the_random_checkpoint_is_loaded_and_gives_the_same_in_every_precision_asked_for(tmp_path: Path) -> None:

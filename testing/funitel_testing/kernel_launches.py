@@ -5,7 +5,7 @@ gets its row here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,20 @@ from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
+from funitel.model_server.layers.expert_ops import ExpertStack, HeldExperts
+from funitel.model_server.layers.experts.choice import TritonChoice
+from funitel.model_server.layers.experts.kernels import TritonExpertOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps
 from funitel.model_server.layers.low_rank.weights import place
+from funitel.model_server.layers.mlp import Router
 from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.layers.single_row_kernels import multiply as multiply_row
 from funitel.model_server.layers.single_row_kernels import multiply_gated as multiply_gated_row
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
-from funitel.model_server.spec.model_spec import Activation, ModelSpec, Norm, QkNorm
+from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec, Norm, QkNorm
 from funitel_testing.random_weights import RandomWeights
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -370,6 +374,63 @@ def _low_rank_launches() -> dict[str, Launch]:
     return launches
 
 
+_MIXTURES = {  # experts, chosen, hidden size and units
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "mixtral-8x7b": (8, 2, 4096, 14_336),
+    "deepseek-v3": (256, 8, 7168, 2048),
+    "odd": (5, 3, 1000, 90),
+}
+
+
+def _experts(name: str, dtype: torch.dtype, num_tokens: int, *, is_input_scaled: bool = False) -> None:
+    num_experts, num_chosen, hidden_size, num_units = _MIXTURES[name]
+    gate_up = torch.zeros(1, 1, 1, dtype=dtype).expand(num_experts, 2 * num_units, hidden_size)
+    down = torch.zeros(1, 1, 1, dtype=dtype).expand(num_experts, hidden_size, num_units)
+    stack = ExpertStack(gate_up, down, Activation.SILU)
+    experts = HeldExperts([], range(num_experts), num_experts, is_input_scaled, stack)
+    chosen = torch.arange(num_chosen).repeat(num_tokens, 1)
+    x = torch.zeros(num_tokens, hidden_size, dtype=dtype)
+    shared = None if is_input_scaled else x
+    TritonExpertOps().add(experts, x, chosen, torch.ones(num_tokens, num_chosen), shared)
+
+
+def _choice(num_experts: int, num_chosen: int, score: ExpertScore, *, is_scaled: bool) -> None:
+    experts = ExpertsSpec(num_experts=num_experts, num_chosen=num_chosen, intermediate_size=1, score=score)
+    spec = _spec(head_dim=1, experts=experts)
+    router = Router(spec, experts, RandomWeights(), 0)
+    if is_scaled:
+        router.spec = replace(experts, is_normalized=True, scale=2.5)
+        router.correction = router.expert_scale = torch.zeros(num_experts)
+    TritonChoice(router)(torch.zeros(3, num_experts))
+
+
+def _expert_launches() -> dict[str, Launch]:
+    """Decoding rows of one and of several for each expert, and prompts, for which torch sorts the pairs."""
+    launches, products = {}, ("multiply_gate_up", "multiply_down", "add_chosen")
+    for name, (num_experts, num_chosen, *_) in _MIXTURES.items():
+        for rows in (16, 32, 64, 128):
+            num_tokens = max(1, 2 * rows * num_experts // (3 * num_chosen))
+            is_small = num_tokens * num_chosen <= 2048
+            for dtype in (BFLOAT16, FLOAT16, FLOAT32):
+                launches[f"experts-{name}-{rows}-{str(dtype).removeprefix('torch.')}"] = Launch(
+                    call=partial(_experts, name, dtype, num_tokens),
+                    kernels=("lay_out_expert", *products) if is_small else products,
+                    spilled_bytes=_FEW_SPILLED if dtype is FLOAT32 else 0,
+                    is_quick=name == "qwen3-30b-a3b" and rows == 16 and dtype is BFLOAT16,
+                )
+    call = partial(_experts, "mixtral-8x7b", BFLOAT16, 1, is_input_scaled=True)
+    launches["experts-mixtral-8x7b-input-scaled"] = Launch(call=call, kernels=("lay_out_expert", *products))
+    for num_experts, num_chosen in ((8, 2), (128, 8), (160, 6), (512, 10)):
+        for score in (ExpertScore.SOFTMAX, ExpertScore.SIGMOID):
+            for is_scaled in (False, True):
+                launches[f"choice-{num_experts}-{score}{'-scaled' * is_scaled}"] = Launch(
+                    call=partial(_choice, num_experts, num_chosen, score, is_scaled=is_scaled),
+                    kernels=("choose_experts",),
+                    is_quick=num_experts == 128 and score is ExpertScore.SOFTMAX and is_scaled,
+                )
+    return launches
+
+
 LAUNCHES: dict[str, Launch] = (
     _attention_launches()
     | _glue_launches()
@@ -377,4 +438,5 @@ LAUNCHES: dict[str, Launch] = (
     | _sampling_launches()
     | _product_launches()
     | _low_rank_launches()
+    | _expert_launches()
 )

@@ -28,7 +28,7 @@ def test_memories_of_strategies_are_kept_whichever_rank_is_the_slowest(slowest: 
 
 
 def test_an_answer_of_a_batch_that_was_joined_since_does_not_bring_it_back() -> None:
-    """The rows of both are the same by then: the batch's only row is in the one that it was joined to, whose own left."""
+    """The rows of both are the same by then: the batch was joined to one of which the own row has left."""
     calls: Any = {name: lambda *_: None for name in ("prefill", "decode", "filter")}
     replica = Replica(cast(Ranks, SimpleNamespace(infos=(ShardInfo(rank=0),), **calls)))
     starts = [

@@ -1,5 +1,6 @@
 """The second block of a decoder layer: one MLP, or a mixture of experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
+from funitel.model_server.layers.expert_ops import ExpertOps, HeldExperts, TorchExpertOps
 from funitel.model_server.layers.linear import (
     ACTIVATIONS,
     ColumnLinear,
@@ -21,7 +23,10 @@ from funitel.model_server.layers.linear import (
 from funitel.model_server.spec.layer_spec import MultiplierSpec
 from funitel.model_server.spec.model_spec import Activation, ExpertScore, ExpertsSpec, ModelSpec
 
-_MIN_SUM = 1e-20  # what scores are divided by at least
+MIN_SUM = 1e-20  # what scores are divided by at least
+
+Choice = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From logits of experts to the chosen ones and their shares: see `Router.choose`."""
 
 
 class Mlp:
@@ -83,25 +88,29 @@ class Mlp:
         """This one: see Experts."""
         return [self]
 
+    def mixtures(self) -> list["Experts"]:
+        """None: see Experts."""
+        return []
+
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's hidden units add to the result."""
         if not self.is_gated:
             return self.down.partial((self.xielu or ACTIVATIONS[self.activation])(self.up(x)))
-        gated = self.up.gated(x, self.activation) if self._is_plain else None
+        gated = self.up.gated(x, self.activation) if self.is_plain else None
         if gated is None:
             gated = self.elementwise.gate(self._limited(self.up(x)), self.activation)
         result = self.down.partial(gated)
         return result if self.scale == 1.0 else result * self.scale
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether gates and values lie side by side and pass as they are."""
         is_unlimited = self.limit is None and not self.shift and self.threshold is None and self.gate_scale == 1.0
         return is_unlimited and not self.is_interleaved
 
     def _limited(self, x: torch.Tensor) -> torch.Tensor:
         """Gates and values side by side, each within its limits, of [num_tokens, 2 * units]."""
-        if self._is_plain:
+        if self.is_plain:
             return x
         if self.is_interleaved:
             x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
@@ -144,6 +153,7 @@ class Router:
             bias = weights.read(f"{name}.bias", [experts.num_experts], dtype=torch.float32)
         self.spec = experts
         self.product = Matmul(weight, bias)
+        self.choice: Choice | None = None  # what computes `choose` in one kernel
         self.expert_scale: torch.Tensor | None = None  # [num_experts]
         if spec.names.expert_scale:
             whole = weights.named(spec.names.expert_scale, i=index)
@@ -158,7 +168,12 @@ class Router:
         x = x.float()
         if self.norm_eps is not None:
             x = F.rms_norm(x, x.shape[-1:], eps=self.norm_eps)
-        spec, logits = self.spec, self.product(x)
+        logits = self.product(x)
+        return self.choose(logits) if self.choice is None else self.choice(logits)
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and shares by logits [num_tokens, num_experts] float32, operation by operation."""
+        spec = self.spec
         if spec.score is ExpertScore.SPARSEMIXER:
             return self._one_by_one(logits)
         scores = logits.softmax(dim=-1) if spec.score is ExpertScore.SOFTMAX else _sigmoid(logits)
@@ -168,7 +183,7 @@ class Router:
         chosen = ranked.topk(spec.num_chosen).indices
         shares = scores.gather(1, chosen)
         if spec.is_normalized:
-            shares = shares / (shares.sum(dim=-1, keepdim=True) + _MIN_SUM)
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + MIN_SUM)
         if self.expert_scale is not None:
             shares = shares * self.expert_scale[chosen]
         return chosen, shares * spec.scale
@@ -212,13 +227,14 @@ class Experts:
         self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, parallel: TensorParallel, index: int
     ) -> None:
         self.parallel = parallel
-        self.num_chosen = experts.num_chosen
-        self.is_input_scaled, self.shared_scale = experts.is_input_scaled, experts.shared_scale
+        self.shared_scale = experts.shared_scale
         self.router = Router(spec, experts, weights, index)
-        self.num_experts, self.held = experts.num_experts, held_experts(parallel, experts.num_experts)
-        each = [expert_spec(spec, experts, weights, index, j) for j in self.held]
+        held = held_experts(parallel, experts.num_experts)
+        each = [expert_spec(spec, experts, weights, index, j) for j in held]
         alone = TensorParallel(device=parallel.device) if parallel.spreads_experts else parallel
         self.experts = [Mlp(expert, weights, alone, index) for expert in each]
+        self.held_experts = HeldExperts(self.experts, held, experts.num_experts, experts.is_input_scaled)
+        self.ops: ExpertOps = TorchExpertOps()
         self.shared: Mlp | None = None
         self.share: Matmul | None = None
         if experts.shared_size:
@@ -232,29 +248,26 @@ class Experts:
 
         `routed` is what the router reads, if something else.
         """
-        choice = self.router(x if routed is None else routed)
-        chosen, shares = (found.flatten() for found in choice)  # [num_tokens * num_chosen]
-        total = self._shared(x)
-        sizes = chosen.bincount(minlength=self.num_experts).tolist()
-        every = torch.split(chosen.argsort(stable=True), sizes)
-        for expert, places in zip(self.experts, every[self.held.start : self.held.stop], strict=True):
-            if len(places):
-                tokens, share = places // self.num_chosen, shares[places, None].to(x.dtype)
-                if self.is_input_scaled:
-                    result = expert.partial(x[tokens] * share)
-                else:
-                    result = expert.partial(x[tokens]) * share
-                total.index_add_(0, tokens, result)
-        return self.parallel.all_reduce(total)
+        chosen, shares = self.router(x if routed is None else routed)
+        return self.parallel.all_reduce(self.ops.add(self.held_experts, x, chosen, shares, self._shared(x)))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether launches depend on shapes alone, so that a CUDA graph may replay them."""
+        return self.ops.is_fixed(self.held_experts)
+
+    def mixtures(self) -> list["Experts"]:
+        """This one."""
+        return [self]
 
     def mlps(self) -> list[Mlp]:
         """The MLPs of the mixture."""
         return self.experts if self.shared is None else [*self.experts, self.shared]
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank's hidden units of the shared MLP add."""
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What this rank's hidden units of the shared MLP add, if there is one."""
         if self.shared is None:
-            return torch.zeros_like(x)
+            return None
         result = self.shared.partial(x)
         if self.shared_scale != 1.0:
             result = result * self.shared_scale
@@ -289,6 +302,10 @@ class MlpAndExperts:
     def mlps(self) -> list[Mlp]:
         """All of them: see Experts."""
         return [self.mlp, *self.experts.mlps()]
+
+    def mixtures(self) -> list[Experts]:
+        """The mixture."""
+        return [self.experts]
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

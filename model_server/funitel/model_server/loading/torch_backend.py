@@ -14,7 +14,7 @@ from funitel.model_server.models.adapters import take_adapters
 from funitel.model_server.models.cuda_graphs import recorded
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.footprint import torch_weight_bytes
-from funitel.model_server.models.fuse_elementwise import fuse_elementwise
+from funitel.model_server.models.fuse_kernels import fuse_kernels
 from funitel.model_server.models.stage_boundary import StageBoundary
 from funitel.model_server.models.weight_offload import offload_of
 from funitel.model_server.quantized.select import choose_products
@@ -46,7 +46,7 @@ def load_torch(
     takes_adapters = settings.max_lora_rank > 0 and offload is None
     boundary = None if link is None else StageBoundary(link, weights.dtype, weights.device)
     decoder = Decoder(spec, weights, parallel, attention, offload, boundary)
-    fuse_elementwise(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
+    fuse_kernels(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, kv_dtype)
     loaded = in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel, kv_dtype)
     adapters = take_adapters(decoder, weights.prefix, weights.dtype, weights.device) if takes_adapters else None

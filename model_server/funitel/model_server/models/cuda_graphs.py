@@ -298,7 +298,7 @@ def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
     if spec.state is not None:
         logger.info("decoding is not recorded as CUDA graphs: %s keeps states", spec.architecture)
         return decoder
-    is_fixed = not any(spec.experts_of(i) for i in range(spec.num_layers))  # tokens are sorted by expert on the host
+    is_fixed = all(mixture.is_fixed for mixture in decoder.mixtures())  # else tokens are sorted by expert on the host
     if not is_fixed or any(rotary.needs_reaches for rotary in decoder.token_embedding.rotaries):
         logger.info("decoding is not recorded as CUDA graphs: what %s computes depends on tokens", spec.architecture)
         return decoder

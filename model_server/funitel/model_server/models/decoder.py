@@ -80,6 +80,11 @@ class Decoder:
         for layer in self.layers:
             (layer.layer if isinstance(layer, OffloadedLayer) else layer).adopt(elementwise)
 
+    def mixtures(self) -> list[Experts]:
+        """The mixtures of experts of all layers, in their order."""
+        layers = [layer.layer if isinstance(layer, OffloadedLayer) else layer for layer in self.layers]
+        return [mixture for layer in layers if layer.mlp is not None for mixture in layer.mlp.mixtures()]
+
     def keep_hidden(self, layers: Sequence[int]) -> None:
         """See KeepingForward."""
         self._kept_layers = tuple(layer % self.num_layers for layer in layers)
