@@ -78,7 +78,7 @@ class Pip:
         )
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["nothing was said"]
-            raise PackError(f"pip cannot download: {said[-1]}")
+            raise PackError(f"pip cannot download: {said[-1].removeprefix('ERROR: ')}")
         return sorted(folder.glob("*.whl"))
 
 

@@ -124,7 +124,10 @@ def _parts(plan: Plan, folder: Path, way: str) -> Iterator[dict[str, Any]]:
             try:
                 for line in process.stdout:
                     has_said = True
-                    yield json.loads(line)
+                    part = json.loads(line)
+                    if part["part"] == "end":  # a process of the engine may keep the pipe open
+                        break
+                    yield part
             except BaseException:  # this section is told to end
                 process.kill()
                 raise

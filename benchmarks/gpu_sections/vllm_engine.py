@@ -153,6 +153,7 @@ def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints is no figure
         code = run(json.loads(sys.argv[1]), lambda part: print(json.dumps(part), file=out, flush=True))
+        print(json.dumps({"part": "end"}), file=out, flush=True)
     sys.stderr.flush()
     os._exit(code)  # the process of the engine core ends when its pipe closes; an orderly end takes seconds
 
