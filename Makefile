@@ -107,7 +107,7 @@ ladder: setup ## the table and picture of every bit width in docs/quantization.m
 	$(BIN)/python benchmarks/ladder.py --write $(ARGS)
 
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
-	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py benchmarks/peers.py benchmarks/ladder.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py benchmarks/gpu_pack.py benchmarks/peers.py benchmarks/ladder.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 guard: setup ## counts of work of a request, a token, a step and a start against their bounds; ARGS=--write writes these
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.guard $(ARGS)

@@ -9,6 +9,7 @@ shape of Llama-3.1-8B and random weights, so nothing is fetched. Sections, in th
     decode      decoding steps and a long prompt against the ceilings, and a profile of steps
     serve       the launcher, the router and a shard: many streams over HTTP
     peer        transformers' continuous batching on the same weights
+    vllm        vLLM's offline engine on the same weights; skipped where it is not installed
     pool        the executor in process, then with every block of the pool in use
     precision   4-bit, int8 and fp8 weights and fp8 KV: what they gain and what they cost
     extras      LoRA adapters and drafts: what they add to a decoding step
@@ -23,6 +24,7 @@ FOLDER/report.json beside the sections' logs. The exit status is 1 where an aim 
     python benchmarks/gpu.py --rehearse                   # the same code without a GPU, on a tiny shape
 
 Needs this project's sources on PYTHONPATH (proto, router, model_server, launcher, testing) and what they import.
+`benchmarks/gpu_pack.py` packs that for a machine without a network.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(sys.path.pop(0))  # last: scripts beside this one have names that packages have too
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))  # last: scripts beside this one have names that packages have too
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -59,6 +62,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=NAMES, default=list(NAMES), metavar="SECTION")
     parser.add_argument("--minutes", type=float, help=f"most that all may take; {MAX_MINUTES:g} when not given")
     parser.add_argument("--demo", help="the demo model: a folder, a GGUF file or a name of the catalogue")
+    parser.add_argument(
+        "--vllm-site",
+        type=Path,
+        default=os.environ.get("FUNITEL_VLLM_SITE") or None,
+        metavar="FOLDER",
+        help="folder of vLLM's packages, which no other section sees; FUNITEL_VLLM_SITE when not given",
+    )
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where to keep random checkpoints")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where report and logs go; a new folder otherwise")
     parser.add_argument("--section", choices=NAMES, help=argparse.SUPPRESS)
@@ -70,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     plan = REHEARSAL if arguments.rehearse else FULL
     plan = plan if arguments.demo is None else replace(plan, demo=arguments.demo)
+    if arguments.vllm_site is not None and not arguments.vllm_site.is_dir():
+        raise SystemExit(f"error: --vllm-site {arguments.vllm_site} is no folder")
+    plan = replace(plan, vllm_site=arguments.vllm_site and arguments.vllm_site.absolute())
     if plan.is_gpu and not torch.cuda.is_available():
         raise SystemExit("error: there is no CUDA device; --rehearse runs without one")
     if arguments.section is not None:
@@ -92,6 +105,7 @@ def _place() -> Path | None:
 def run(arguments: argparse.Namespace, plan: Plan, out: Path) -> int:
     """Run the sections asked for; returns the exit status."""
     own = ["--rehearse"] * arguments.rehearse + ["--demo", plan.demo, "--checkpoints", str(plan.folder)]
+    own += [] if plan.vllm_site is None else ["--vllm-site", str(plan.vllm_site)]
     command = [sys.executable, __file__, *own]
     minutes = arguments.minutes or (MAX_MINUTES if plan.is_gpu else None)
     course = Course(command, out, minutes and minutes * 60, 1.0 if plan.is_gpu else REHEARSAL_PATIENCE, arguments.facts)

@@ -25,10 +25,11 @@ LOG_CHARS = 400  # of a section's last words
 
 @dataclass(frozen=True)
 class Section:
-    """A module of this package; `seconds` is the most it may take."""
+    """A section of this package; `seconds` is the most it may take, `module` is called as the section where empty."""
 
     name: str
     seconds: float
+    module: str = ""
 
 
 STAGES: tuple[tuple[Section, ...], ...] = (
@@ -36,6 +37,7 @@ STAGES: tuple[tuple[Section, ...], ...] = (
     (Section("decode", 120),),
     (Section("serve", 150),),
     (Section("peer", 120),),
+    (Section("vllm", 200, "peer_vllm"),),
     (Section("pool", 220),),
     (Section("precision", 150),),
     (Section("extras", 90),),
@@ -43,7 +45,8 @@ STAGES: tuple[tuple[Section, ...], ...] = (
 )
 """In their order; those of one stage run side by side."""
 
-NAMES = tuple(section.name for stage in STAGES for section in stage)
+MODULES = {section.name: section.module or section.name for stage in STAGES for section in stage}
+NAMES = tuple(MODULES)
 
 
 @dataclass
@@ -151,5 +154,5 @@ def run_section(name: str, plan: Plan, facts: Facts) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        for line in import_module(f"gpu_sections.{name}").measure(plan, facts):
+        for line in import_module(f"gpu_sections.{MODULES[name]}").measure(plan, facts):
             print(json.dumps(asdict(line)), file=out, flush=True)

@@ -100,6 +100,7 @@ class Plan:
     small: dict[str, Any] = field(default_factory=lambda: SMALL)  # what the equality of tokens is shown with, at worst
     demo: str = "smollm2-135m-instruct"
     folder: Path = Path()  # of random checkpoints
+    vllm_site: Path | None = None  # of vLLM's packages; None: they are where the others are
 
     matrix: int = 8192  # width of the product that is a ceiling
     copied: int = 1 << 32  # bytes of the copy that is a ceiling

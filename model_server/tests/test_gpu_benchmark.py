@@ -337,3 +337,100 @@ def test_drafts_are_tokens_with_logits_that_end_at_the_same_context() -> None:
     batch = model.decoding_step(plan, tables, plan.context, 2)
     assert {(row.start, row.end) for row in batch.rows} == {(plan.context - 3, plan.context)}
     assert len(batch.logit_indices) == 9
+
+
+# vLLM
+
+FAKE_VLLM = """
+import os, types
+__version__ = "1.0"
+class SamplingParams:
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+class LLM:
+    def __init__(self, **settings):
+        if "mode" not in settings["compilation_config"]:
+            raise RuntimeError("no compiler here")
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+        assert os.environ["PYTHONPATH"] == os.path.dirname(os.path.dirname(__file__))
+        print("noise")
+    def generate(self, prompts, sampling, use_tqdm):
+        assert all(0 <= token < 300 for prompt in prompts for token in prompt["prompt_token_ids"])
+        if len(prompts) == 1 and BREAKS:
+            raise ValueError("out of memory")
+        answer = types.SimpleNamespace(token_ids=[1] * sampling.max_tokens)
+        return [types.SimpleNamespace(outputs=[answer], num_cached_tokens=20) for _ in prompts]
+"""
+
+
+def fake_vllm(folder: Path, source: str = FAKE_VLLM, *, breaks: bool = False) -> Path:
+    """A folder with a package `vllm`, whose engine starts with graphs alone."""
+    (folder / "site/vllm").mkdir(parents=True)
+    (folder / "site/vllm/__init__.py").write_text(f"BREAKS = {breaks}\n{source}")
+    return folder / "site"
+
+
+def test_vllm_is_measured_in_the_first_way_that_starts(tmp_path: Path) -> None:
+    facts = {"http_whole": 10.0, "decode_1": 2.0}
+    found = measured("peer_vllm", facts, folder=tmp_path, vllm_site=fake_vllm(tmp_path))
+    assert list(found) == [
+        "vllm_compile",
+        "vllm_start",
+        "vllm",
+        "vllm_ratio",
+        "vllm_prompts",
+        "vllm_cached",
+        "vllm_single",
+    ]
+    assert found["vllm_compile"].unit == "failed: compile, start: RuntimeError: no compiler here"
+    assert "vLLM 1.0 (graphs)" in found["vllm_start"].name
+    assert found["vllm_ratio"].ratio == 10.0 / found["vllm"].measured
+    assert found["vllm_ratio"].aim == 1.0
+    assert "100 % of the prompts cached" in found["vllm_cached"].unit
+    assert found["vllm_single"].ratio == found["vllm_single"].measured / 2.0
+
+
+def test_a_part_of_vllm_that_fails_costs_no_other(tmp_path: Path) -> None:
+    peer_vllm = import_module("gpu_sections.peer_vllm")
+    plan = replace(plans.REHEARSAL, folder=tmp_path, vllm_site=fake_vllm(tmp_path, breaks=True))
+    lines = peer_vllm.measure(plan, {})
+    assert [next(lines).key for _ in range(5)][1:] == ["vllm_start", "vllm", "vllm_prompts", "vllm_cached"]
+    with pytest.raises(RuntimeError, match="graphs, single: ValueError: out of memory"):
+        next(lines)
+
+
+def test_an_engine_that_never_starts_fails(tmp_path: Path) -> None:
+    site = fake_vllm(tmp_path, "import os\nLLM = lambda **settings: os._exit(3)")
+    peer_vllm = import_module("gpu_sections.peer_vllm")
+    lines = peer_vllm.measure(replace(plans.REHEARSAL, folder=tmp_path, vllm_site=site), {})
+    assert [next(lines).key for _ in range(3)] == ["vllm_compile", "vllm_graphs", "vllm_eager"]
+    with pytest.raises(RuntimeError, match="compile, start: its process ended with 3"):
+        next(lines)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (None, "vLLM is not installed"),
+        ("import no_such_module", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+    ids=["not there", "broken"],
+)
+def test_a_rehearsal_without_vllm_skips_it(tmp_path: Path, source: str | None, reason: str) -> None:
+    site = tmp_path if source is None else fake_vllm(tmp_path, source)
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--sections", "vllm"]
+    folders = ["--out", str(tmp_path / "out"), "--vllm-site", str(site)]
+    sources = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": sources}
+    done = subprocess.run([*command, *folders], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = json.loads((tmp_path / "out/report.json").read_text())["lines"]
+    assert line["key"] == "vllm"
+    assert line["unit"].startswith("skipped: ")
+    assert reason in line["unit"]
+
+
+def test_a_folder_of_vllm_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    gpu = import_module("gpu")
+    with pytest.raises(SystemExit, match="error: --vllm-site .*none is no folder"):
+        gpu.main(["--rehearse", "--vllm-site", str(tmp_path / "none")])
