@@ -60,7 +60,7 @@ struct AffineScales {
 // What blocks of `Inputs` inputs with one scale and base have in common; Block has `code_at`.
 template <class Block, int Inputs, bool HasZero, int CodeBits>
 struct AffineBlock {
-    static constexpr int kInputs = Inputs, kScaleInputs = kBlockInputs, kTouchedRows = 1;
+    static constexpr int kInputs = Inputs, kScaleInputs = kBlockInputs;
     static constexpr bool kHasScales = true, kHasMinimums = true, kHasZero = HasZero, kIsWide = CodeBits == 8;
     static constexpr int kMostCode = (1 << CodeBits) - 1, kZero = kIsWide ? kWideOffset : 0;
     using Scales = AffineScales<Block>;

@@ -14,14 +14,19 @@ namespace funitel {
 // Rows multiplied at a time: sums and results of so many fit in the registers.
 constexpr int kRowsAtOnce = kRegisters == 32 ? 12 : 6;
 
-// Panels of a pair multiplied at a time.
-constexpr int block_panels_at_once(int rows) { return kRegisters == 32 && rows > 4 ? 1 : kPair; }
+// Panels of a pair multiplied at a time: with 32 registers both while sums and results fit, and for blocks of bytes, which
+// take none for unpacking, with two rows more.
+template <class Block>
+constexpr int block_panels_at_once(int rows) {
+    constexpr bool has_bytes = Block::kInputs == kBlockInputs && sizeof(Block) >= kBlockInputs * kPair * kLanes;
+    return kRegisters == 32 && rows > (has_bytes ? 8 : 6) ? 1 : kPair;
+}
 
 // Rows [first, first + R) of those that `multiply_all_rows` has.
 template <class Block, int R>
 void multiply_rows(const Block* w, int num_blocks, bool is_cold, const RowBlock* x, int stride, int first,
                    F16 (*sums)[kPair]) {
-    constexpr int P = block_panels_at_once(R);
+    constexpr int P = block_panels_at_once<Block>(R);
     for (int panel = 0; panel < kPair; panel += P) {
         F16 found[R][P];
         multiply_blocks<Block, R, P>(w, num_blocks, panel, is_cold && panel == 0, x + first, stride, found);

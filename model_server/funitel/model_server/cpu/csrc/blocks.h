@@ -311,8 +311,7 @@ struct BlockMXFP4 : TableCodes<BlockMXFP4> {
     }
 };
 
-// Blocks of 256 inputs. `scale` of 32 or 16 of them is that of all x a small integer, and so is `minimum`. So few rows as
-// `kTouchedRows` wait for a block that is not in a cache: more where bits of a code lie apart.
+// Blocks of 256 inputs. `scale` of 32 or 16 of them is that of all x a small integer, and so is `minimum`.
 
 using SubScales = uint8_t[kPair][kLanes];
 
@@ -342,7 +341,7 @@ template <bool HasFifth>
 struct BlockK4 {
     static constexpr size_t kFileBytes = HasFifth ? 176 : 144;
     static constexpr int kInputs = kSuperInputs, kScaleInputs = kBlockInputs;
-    static constexpr int kMostCode = HasFifth ? 31 : 15, kZero = 0, kTouchedRows = HasFifth ? 4 : 1;
+    static constexpr int kMostCode = HasFifth ? 31 : 15, kZero = 0;
     static constexpr bool kHasScales = true, kHasMinimums = true;
     using Scales = SuperScales;
     Halves scales, minimums;
@@ -390,7 +389,6 @@ using BlockQ5_K = BlockK4<true>;
 struct BlockQ2_K {
     static constexpr size_t kFileBytes = 84;
     static constexpr int kInputs = kSuperInputs, kScaleInputs = kBlockInputs / 2, kMostCode = 3, kZero = 0;
-    static constexpr int kTouchedRows = 1;
     static constexpr bool kHasScales = true, kHasMinimums = true;
     using Scales = SuperScales;
     Halves scales, minimums;
@@ -426,7 +424,7 @@ using SignedScales = int8_t[kPair][kLanes];
 // A weight is scale x its integer x (code - zero); 16 inputs share the integer.
 template <class Block>
 struct SignedSuperBlock {
-    static constexpr int kInputs = kSuperInputs, kScaleInputs = kBlockInputs / 2, kTouchedRows = 4;
+    static constexpr int kInputs = kSuperInputs, kScaleInputs = kBlockInputs / 2;
     static constexpr bool kHasScales = true, kHasMinimums = false;
     using Scales = SuperScales;
     Halves scales;
@@ -503,7 +501,6 @@ struct BlockQ6_K : SignedSuperBlock<BlockQ6_K> {
 struct BlockIQ4_XS : TableCodes<BlockIQ4_XS> {
     static constexpr size_t kFileBytes = 136;
     static constexpr int kInputs = kSuperInputs, kScaleInputs = kBlockInputs, kMostCode = 255, kZero = kWideOffset;
-    static constexpr int kTouchedRows = 1;
     static constexpr bool kHasScales = true, kHasMinimums = false;
     static constexpr const int8_t (&kValues)[16] = kIq4Values;
     using Scales = SuperScales;
