@@ -1,7 +1,7 @@
 """Triton kernels of a mixture of experts: all chosen experts of a step in four launches.
 
 The first sorts rows by expert (`layout`). The second multiplies the rows of each tile by the gates and values of its
-expert, activates and multiplies these. The third multiplies by the way back and by the share. The fourth sums the
+expert, activates and multiplies these. The third multiplies by the down projection and by the share. The fourth sums the
 results of a token in the order in which its experts were chosen. With few rows the reading of the chosen experts'
 weights is all that counts: each is read once, by as many programs as there are tiles of units.
 

@@ -1,4 +1,4 @@
-"""Stack the weights of a layer's experts for kernels: gates and values in one tensor, the way back in another."""
+"""Stack the weights of a layer's experts for kernels: gates and values in one tensor, down projections in another."""
 
 from collections.abc import Sequence
 from typing import Any
