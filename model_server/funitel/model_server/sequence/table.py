@@ -305,8 +305,10 @@ class CachedBatches:
 
     def updates_of_rows_left(self, updates: Sequence[RowUpdate]) -> Sequence[RowUpdate]:
         """Row updates without those of rows that are gone because their batch ended in the steps before."""
+        if not self._ended:
+            return updates
         gone = self._gone
-        return [update for update in updates if update.request_id not in gone] if gone else updates
+        return [update for update in updates if update.request_id not in gone]
 
     @property
     def _gone(self) -> frozenset[int]:

@@ -97,13 +97,19 @@ class Pipeline:
     def seconds_to_plan(self, newest: float, *, has_several_keys: bool) -> float:
         """How long the plan of the next step can wait, where there is room for it; `newest`: when a sequence came."""
         num_stages = self._replica.num_stages  # which compute at once
-        steps = [(call, call.plan.predicted_seconds / num_stages) for call in self._calls if call.plan is not None]
-        if len(steps) < num_stages or steps[0][0].answered is not None:
+        steps = [call for call in self._calls if call.plan is not None]
+        num_waiting = len(steps) - num_stages  # of those in flight, behind the ones that are computed
+        if num_waiting < 0 or steps[0].answered is not None:
             return 0.0
-        now = time.monotonic()
-        *earlier, last = [seconds for _, seconds in steps[: 1 + len(steps) - num_stages]]
-        begin = max(steps[0][0].sent, self._last_answered) + sum(earlier)
-        return begin + lookahead_seconds(last, now - newest, has_several_keys=has_several_keys) - now
+        begin, now = max(steps[0].sent, self._last_answered), time.monotonic()
+        if num_waiting:
+            begin += (
+                sum(step.plan.predicted_seconds for step in steps[:num_waiting] if step.plan is not None) / num_stages
+            )
+        last = steps[num_waiting].plan
+        assert last is not None
+        seconds = last.predicted_seconds / num_stages
+        return begin + lookahead_seconds(seconds, now - newest, has_several_keys=has_several_keys) - now
 
     @property
     def oldest(self) -> StepCall | None:
