@@ -1,8 +1,8 @@
 """Triton kernels of a mixture of experts: all chosen experts of a step in four launches.
 
 The first sorts rows by expert (`layout`). The second multiplies the rows of each tile by the gates and values of its
-expert, activates and multiplies these. The third multiplies by the down projection and by the share. The fourth sums the
-results of a token in the order in which its experts were chosen. With few rows the reading of the chosen experts'
+expert, activates and multiplies these. The third multiplies by the down projection and by the share. The fourth sums
+the results of a token in the order in which its experts were chosen. With few rows the reading of the chosen experts'
 weights is all that counts: each is read once, by as many programs as there are tiles of units.
 
 Sums are float32. No launch depends on what tensors hold, only on their shapes: a CUDA graph may replay it.
