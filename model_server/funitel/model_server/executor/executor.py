@@ -117,8 +117,8 @@ class Executor:
 
         `copies` between blocks and their slots come first; where a slot is lost nothing else is done, and the result
         names it. The resulting batch has the id of `cached`, else
-        `batch_id`. `is_ahead`: the caller plans without having seen the step before, so a batch that ended in that
-        step is an empty one, and a row of which `updates` say nothing computes one token, however many that step has
+        `batch_id`. `is_ahead`: the caller plans without having seen the steps in flight, so a batch that ended in one
+        of them is an empty one, and a row of which `updates` say nothing computes one token, however many they have
         brought.
 
         Raises:
@@ -153,7 +153,7 @@ class Executor:
         return nullcontext() if self.media is None else self.media.step()
 
     def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
-        """Keep only `request_ids` of a cached batch; of one that ended in the step before, if `is_ahead`, nothing.
+        """Keep only `request_ids` of a cached batch; if `is_ahead`, without those that ended with it in flight.
 
         What is returned gives the result, once it may be waited for, as `PendingStep.describe` does.
 

@@ -2,11 +2,8 @@
 // the one for 256.
 #pragma once
 
-#include <algorithm>
-
 #include "blocks.h"
 #include "levels.h"
-#include "memory.h"
 
 namespace funitel {
 
