@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import pkgutil
+import re
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,16 @@ def test_every_module_can_be_imported() -> None:
         if module != "funitel.__main__" and not (without_triton and KERNELS in module):
             importlib.import_module(module)
     assert len(MODULES) > 300
+
+
+def test_only_modules_of_kernels_import_triton() -> None:
+    for module in MODULES:
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.origin is not None
+        if KERNELS not in module:
+            names = re.findall(r"^(?:import|from) (\w+)", Path(found.origin).read_text(), re.MULTILINE)
+            assert "triton" not in names, module
 
 
 def test_a_model_is_served(launch: Callable[..., Server], tiny_model: Path) -> None:

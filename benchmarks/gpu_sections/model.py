@@ -10,7 +10,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
-from funitel.model_server.layers.experts.choice import choice_of
+from funitel.model_server.layers.experts.choice_kernels import choice_of
 from funitel.model_server.layers.experts.kernels import TritonExpertOps
 from funitel.model_server.layers.experts.stack import stack_experts
 from funitel.model_server.models.cuda_graphs import CudaRecorder, GraphedDecoder, recorded

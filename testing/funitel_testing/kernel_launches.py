@@ -23,7 +23,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
 from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 from funitel.model_server.layers.expert_ops import ExpertStack, HeldExperts
-from funitel.model_server.layers.experts.choice import TritonChoice
+from funitel.model_server.layers.experts.choice_kernels import TritonChoice
 from funitel.model_server.layers.experts.kernels import TritonExpertOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.low_rank.kernels import TritonLowRankOps

@@ -22,7 +22,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.expert_ops import HeldExperts, TorchExpertOps
-from funitel.model_server.layers.experts.choice import TritonChoice, check_choice, choice_of
+from funitel.model_server.layers.experts.choice_kernels import TritonChoice, check_choice, choice_of
 from funitel.model_server.layers.experts.kernels import (
     TILE_SHAPES,
     TileShape,
@@ -30,7 +30,7 @@ from funitel.model_server.layers.experts.kernels import (
     check_experts,
     tile_shape,
 )
-from funitel.model_server.layers.experts.layout import lay_out, max_tiles, sort_pairs
+from funitel.model_server.layers.experts.layout_kernels import lay_out, max_tiles, sort_pairs
 from funitel.model_server.layers.experts.stack import refusal, stack_experts
 from funitel.model_server.layers.linear import Matmul
 from funitel.model_server.layers.mlp import Router
@@ -345,7 +345,7 @@ def test_experts_are_fused_after_a_check_and_looped_over_where_it_fails(
         decoder = decoder_of(tmp_path)
         fuse_experts(decoder, CPU)
         assert {mixture.ops.name for mixture in decoder.mixtures()} == {"torch"}
-        monkeypatch.setattr("funitel.model_server.layers.experts.choice.check_choice", lambda *_: None)
+        monkeypatch.setattr("funitel.model_server.layers.experts.choice_kernels.check_choice", lambda *_: None)
         monkeypatch.setattr("funitel.model_server.layers.experts.kernels.check_experts", check)
         fuse_experts(decoder, CUDA)
         assert {mixture.ops.name for mixture in decoder.mixtures()} == {name}

@@ -40,7 +40,7 @@ def fuse_experts(decoder: Decoder, device: torch.device) -> None:
 def _fuse(mixtures: list[Experts], hidden_size: int, device: torch.device) -> None:
     # Triton: seconds to import, and there with torch's builds for GPUs only
     kernels = import_module("funitel.model_server.layers.experts.kernels")
-    choice = import_module("funitel.model_server.layers.experts.choice")
+    choice = import_module("funitel.model_server.layers.experts.choice_kernels")
     ops: ExpertOps = kernels.TritonExpertOps()
     for i, mixture in enumerate(mixtures):
         stack_experts(mixture)

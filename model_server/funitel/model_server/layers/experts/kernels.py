@@ -19,7 +19,7 @@ from funitel.model_server.device.probe_or_fall_back import check_probe
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.layers.elementwise_kernels import activated
 from funitel.model_server.layers.expert_ops import HeldExperts, TorchExpertOps
-from funitel.model_server.layers.experts.layout import ExpertLayout, lay_out
+from funitel.model_server.layers.experts.layout_kernels import ExpertLayout, lay_out
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
 _GROUP = 8  # tiles of rows that share a tile of weights while the cache has it
