@@ -7,12 +7,11 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import OctKey, RSAKey
 
-from funitel_testing import npm
+from funitel_testing import debian, npm
 from funitel_testing.fleet import Fleet
 from funitel_testing.servers import PLAIN, free_port, wait_until
 
@@ -117,9 +116,8 @@ def check_refused(browser: httpx.Client, answer: httpx.Response, status: int, *w
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the provider, installed by npm; node comes from Debian where that is possible."""
-    if not all(map(shutil.which, ("node", "npm"))) and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "nodejs", "npm"], check=False, capture_output=True)
+    with suppress(debian.CannotInstall):  # the test is skipped then
+        debian.install({"node": "nodejs", "npm": "npm"})
     return npm.install(SCRIPTS, tmp_path_factory.mktemp("npm") / "oidc")
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, sync_playwright
 
+from funitel_testing import debian
 from funitel_testing.browsing import MODEL, OpenPage
 from funitel_testing.fleet import Fleet
 from funitel_testing.tiny import VOCAB_SIZE, save_tiny
@@ -26,14 +26,14 @@ FLAGS = [
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of Debian's Chromium, installed where that is possible."""
-    if shutil.which(CHROMIUM) is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", CHROMIUM], check=False, capture_output=True)
-    found = shutil.which(CHROMIUM)
-    if found is None:
+    try:
+        debian.install({CHROMIUM: CHROMIUM})
+    except debian.CannotInstall as error:
         if "FUNITEL_NEEDS_BROWSER" in os.environ:
-            pytest.fail("there is no chromium, and apt-get cannot install it")
-        pytest.skip("there is no chromium")
+            pytest.fail(f"there is no {CHROMIUM}: {error}")
+        pytest.skip(f"there is no {CHROMIUM}: {error}")
+    found = shutil.which(CHROMIUM)
+    assert found is not None
     return found
 
 

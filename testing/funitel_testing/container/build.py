@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from funitel_testing import debian
+
 ROOT = Path(__file__).parents[3]
 TOOLS = {"buildah": "buildah", "mmdebstrap": "mmdebstrap", "runc": "runc"}  # program: Debian package
 PULL_SECONDS = 60.0
@@ -29,19 +31,13 @@ class CannotBuild(Exception):
 
 
 def install_tools() -> None:
-    """Install what is missing of `TOOLS` by apt-get. Raises: `CannotBuild`."""
+    """Install what is missing of `TOOLS`. Raises: `CannotBuild`."""
     if os.geteuid() != 0:
         raise CannotBuild("images are built and run by root only")
-    packages = [package for program, package in TOOLS.items() if shutil.which(program) is None]
-    if not packages:
-        return
-    if shutil.which("apt-get") is None:
-        raise CannotBuild(f"there is no apt-get to install {', '.join(packages)}")
-    apt = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "-q"]
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
-        done = _run([*apt, *words], environ={"DEBIAN_FRONTEND": "noninteractive"})
-        if done.returncode != 0:
-            raise CannotBuild(f"apt-get {words[0]} failed: {_last_line(done.stderr)}")
+    try:
+        debian.install(TOOLS)
+    except debian.CannotInstall as error:
+        raise CannotBuild(str(error)) from error
 
 
 def _run(
