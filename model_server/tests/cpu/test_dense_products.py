@@ -42,6 +42,18 @@ def test_every_instruction_set_gives_the_same_bits_in_any_company() -> None:
             assert torch.equal(found, expected[:count])
 
 
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("num_inputs", [32, 576])
+def test_a_row_has_the_same_bits_in_any_company(num_inputs: int, instruction_set: str) -> None:
+    """A multiple of 32 inputs, which AMX multiplies in tile registers, of as many rows as there are."""
+    weight, x = random(80, num_inputs, 7), random(209, num_inputs, 8)
+    expected = bfloat16_product(weight, x, instruction_set)
+    for count in (1, 2, 15, 16, 17, 31, 33, 49, 96, 97, 128):
+        assert torch.equal(bfloat16_product(weight, x[:count].contiguous(), instruction_set), expected[:count])
+        last = x[-count:].contiguous()
+        assert torch.equal(bfloat16_product(weight, last, instruction_set), expected[-count:])
+
+
 def test_what_is_no_number_stays_so() -> None:
     weight, x = random(16, 32, 5), random(3, 32, 6)
     x[1, 7], x[2, 8] = float("nan"), float("inf")

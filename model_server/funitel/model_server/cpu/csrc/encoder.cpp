@@ -118,6 +118,7 @@ class Encoder {
 
     void take_part(const Task& task, int chunk, Workplace& place) {
         TileRegisters registers;
+        registers.shape(product_shapes(kRegisterRows, kRegisterStride));
         const int first = chunk * task.chunk_rows, count = std::min(task.chunk_rows, task.num_tokens - first);
         const int size = shape_.hidden_size;
         float* x = task.x + size_t(first) * size;
@@ -187,7 +188,7 @@ extern "C" {
 void* ENTRY(funitel_encoder)(const void* shape) {
     const auto& given = *static_cast<const funitel::EncoderShape*>(shape);
     if (!funitel::TileMatrix::fits(given.hidden_size, given.intermediate_size) ||
-        !funitel::TileMatrix::fits(given.intermediate_size, given.hidden_size) || !funitel::may_use_tiles()) {
+        !funitel::TileMatrix::fits(given.intermediate_size, given.hidden_size) || !funitel::has_tile_registers()) {
         return nullptr;
     }
     Encoder* encoder = new (std::nothrow) Encoder(given);

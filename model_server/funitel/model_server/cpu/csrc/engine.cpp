@@ -341,8 +341,8 @@ class Engine {
 
     // The same for rows that become the operand: the rows of a tile share cache lines, so one thread lays them all out.
     template <class Function>
-    void for_operand(Function function) {
-        operand_.begin(num_rows_);
+    void for_operand(const Matrix& matrix, Function function) {
+        operand_.begin(matrix, num_rows_);
         for_each(threads_, operand_.num_tiles(), [&](int tile, int thread) {
             int first = tile * operand_.tile_rows;
             for (int row = first; row < first + operand_.rows_of(tile); row++) function(row, thread);
@@ -403,7 +403,7 @@ class Engine {
         if (low_rank_.is_on()) low_rank_.make_room(matrix.num_inputs);
         const Norm& norm = norms[operation.a];
         const float *weight = vector(norm.weight), *bias = vector(norm.bias);
-        for_operand([&](int row, int thread) {
+        for_operand(matrix, [&](int row, int thread) {
             float* y = scratch_[thread].row.as<float>();
             normalise(norm, batch_->x + token_of(row) * shape_.hidden_size, y, shape_.hidden_size, weight, bias);
             set_operand(matrix, row, y);
@@ -412,7 +412,7 @@ class Engine {
 
     void hold(const Operation& operation) {
         const Matrix& matrix = *matrices[operation.c];
-        for_operand([&](int row, int) {
+        for_operand(matrix, [&](int row, int) {
             const float* x = batch_->x + token_of(row) * shape_.hidden_size;
             float* held = held_.as<float>() + size_t(row) * shape_.hidden_size;
             if (operation.a < 0) {
@@ -467,7 +467,7 @@ class Engine {
         if (low_rank_.is_on()) low_rank_.make_room(matrix.num_inputs);
         const float* source = buffer(operation.a);
         size_t width = stride(operation.a);
-        for_operand([&](int row, int) { set_operand(matrix, row, source + token_of(row) * width); });
+        for_operand(matrix, [&](int row, int) { set_operand(matrix, row, source + token_of(row) * width); });
     }
 
     void add_partial(float scale) {

@@ -6,11 +6,26 @@
 
 #include "levels.h"
 #include "matrix.h"
+#include "tile_registers.h"
 
 namespace funitel {
 
-// The most rows of a tile.
-constexpr int kTileRows = kRegisters == 32 ? 12 : 6;
+// The most rows of a tile: what a product takes at once in vector registers, and in tile registers.
+constexpr int kVectorRows = kRegisters == 32 ? 12 : 6;
+#if defined(__AVX512VNNI__)
+constexpr int kTileRows = kRegisterRows;
+#else
+constexpr int kTileRows = kVectorRows;
+#endif
+
+// Whether a matrix is multiplied in tile registers.
+inline bool uses_tile_registers(const Matrix& matrix) {
+#if defined(__AVX512VNNI__)
+    return matrix.kind == kBFloat16 && matrix.num_inputs % kRegisterInputs == 0 && has_tile_registers();
+#else
+    return false;
+#endif
+}
 
 // Rows that a product with codes takes at once; of others it takes some after the other, and unpacks the codes for each.
 constexpr int kRowCounts[] = {1, 2, 3, 4, 6, 8, 12};
@@ -20,8 +35,8 @@ inline int whole_tile(int rows) {
     return *std::lower_bound(std::begin(kRowCounts), std::end(kRowCounts), rows);
 }
 
-// Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16; for codes 32
-// inputs, as a RowBlock. Tiles are as equal as their rows can be taken at once, and the last is as narrow as it has rows:
+// Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16, or 32 inputs where
+// those are multiplied in tile registers; for codes 32 inputs, as a RowBlock. Tiles are as equal as their rows can be taken at once, and the last is as narrow as it has rows:
 // few rows take little of the caches. What is laid out for one matrix can be multiplied with every matrix of as many
 // inputs that has the same of these three. Behind the tiles of all rows of levels there are, where that is asked for, tiles
 // of floats, which the outliers of matrices read.
@@ -39,11 +54,18 @@ struct Operand {
         return matrix.num_inputs * sizeof(float);
     }
 
-    // Rows are to follow, as many as this.
-    void begin(int rows) {
+    // Bytes of a row that a product reads: of levels mostly the low plane alone.
+    static size_t read_bytes(const Matrix& matrix) {
+        return has_codes(matrix.kind) ? row_bytes(matrix) / 2 : row_bytes(matrix);
+    }
+
+    // Rows are to follow, as many as this, for `matrix`.
+    void begin(const Matrix& matrix, int rows) {
         num_rows = rows;
-        int tiles = std::max(1, divide_up(rows, kTileRows));
-        tile_rows = whole_tile(divide_up(rows, tiles));
+        const bool in_registers = uses_tile_registers(matrix);
+        const int tiles = std::max(1, divide_up(rows, in_registers ? kTileRows : kVectorRows));
+        tile_rows = divide_up(rows, tiles);
+        if (!in_registers) tile_rows = whole_tile(tile_rows);
     }
 
     int num_tiles() const { return divide_up(num_rows, tile_rows); }
@@ -72,6 +94,8 @@ struct Operand {
         if (has_codes(matrix.kind)) {
             set_levels(reinterpret_cast<RowBlock*>(start) + place, rows, x, matrix.num_inputs, level_bits);
             if (keeps_floats) set_floats(floats(matrix, index) + place, rows, x, matrix.num_inputs);
+        } else if (uses_tile_registers(matrix)) {
+            set_brains(start + place * kRegisterStride, rows * kRegisterStride, x, matrix.num_inputs);
         } else if (matrix.kind == kBFloat16) {
             set_pairs(reinterpret_cast<uint32_t*>(start) + place, rows, x, matrix.num_inputs);
         } else {
@@ -86,6 +110,14 @@ struct Operand {
             return;
         }
         for (int i = 0; i < num_inputs; i++) target[i * stride] = x[i];
+    }
+
+    static void set_brains(uint8_t* target, size_t stride, const float* x, int num_inputs) {
+        for (int i = 0; i < num_inputs; i += kRegisterInputs, target += stride) {
+            Brain* numbers = reinterpret_cast<Brain*>(target);
+            store(numbers, load(x + i));
+            store(numbers + kLanes, load(x + i + kLanes));
+        }
     }
 
     static void set_pairs(uint32_t* target, size_t stride, const float* x, int num_inputs) {

@@ -9,6 +9,9 @@
 #include "low_rank.h"
 #include "operand.h"
 #include "program.h"
+#if defined(__AVX512VNNI__)
+#include "tile_product.h"
+#endif
 
 namespace funitel {
 
@@ -22,46 +25,64 @@ struct Product {
     size_t width;   // floats from a row of the target to the next
     const LowRankSums* added = nullptr;  // what the adapters of rows add; null for nothing
 
-    // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the rows pass by, and
-    // so do the rows in the next one while the pairs of a thread's range pass by.
+    // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the blocks of a group
+    // pass by, and so do the rows of the group in the next one while the pairs pass by; then comes the next group.
     int num_chunks() const { return matrix.num_pairs() * num_blocks(); }
 
     void multiply(int chunk) const {
-        int pair = chunk / num_blocks(), first = chunk % num_blocks() * kTilesEach;
-        const int end = std::min(operand.num_tiles(), first + kTilesEach);
-        alignas(64) float more[kTilesEach * kTileRows][kPair][kLanes];  // of each row of the block, where it has an adapter
+        const int in_cache = tiles_in_cache(), each = tiles_of_block(in_cache), blocks = divide_up(operand.num_tiles(), each);
+        const int most = std::max(1, in_cache / each), group = chunk / (most * matrix.num_pairs()) * most;
+        const int count = std::min(most, blocks - group);
+        chunk -= group * matrix.num_pairs();
+        const int pair = chunk / count, first = (group + chunk % count) * each;
+        const int end = std::min(operand.num_tiles(), first + each);
+        alignas(64) float more[kMostRows][kPair][kLanes];  // of each row of the block, where it has an adapter
         const int first_row = first * operand.tile_rows;
         if (added != nullptr) {
             if (first == 0) added->touch_pairs(pair);
             added->add(pair, first_row, std::min(operand.num_rows, end * operand.tile_rows), more);
         }
+#if defined(__AVX512VNNI__)
+        if (uses_tile_registers(matrix)) {
+            F16 sums[kMostRows][kPair];
+            const int num_rows = std::min(operand.num_rows, end * operand.tile_rows) - first_row;
+            fetch_target(pair, first_row, num_rows);
+            const auto* w = reinterpret_cast<const Brain*>(matrix.pair(pair));
+            multiply_in_registers(w, matrix.num_inputs, operand.tile(matrix, first), num_rows, operand.tile_rows, sums);
+            for (int tile = first; tile < end; tile++) {
+                const int row = tile * operand.tile_rows - first_row;
+                finish_tile(pair, tile, sums + row, more + row);
+            }
+            return;
+        }
+#endif
         for (int tile = first; tile < end; tile++) {
             multiply_tile(pair, tile, tile == first, more + (tile * operand.tile_rows - first_row));
         }
     }
 
   private:
-    static constexpr int kTilesEach = 96 / kTileRows;
+    static constexpr int kMostRows = 96;  // of a block
+    // What the rows of a group take of the cache that a core has alone, beside which a pair of panels has its place.
+    static constexpr size_t kGroupBytes = 800 << 10;
 
-    int num_blocks() const { return divide_up(operand.num_tiles(), kTilesEach); }
+    int tiles_in_cache() const { return static_cast<int>(kGroupBytes / (operand.read_bytes(matrix) * operand.tile_rows)); }
+    int tiles_of_block(int in_cache) const { return std::clamp(in_cache, 1, kMostRows / operand.tile_rows); }
+    int num_blocks() const { return divide_up(operand.num_tiles(), tiles_of_block(tiles_in_cache())); }
+
+    // The lines to be written arrive while the products are made: of wide rows no two are in one page.
+    void fetch_target(int pair, int first_row, int num_rows) const {
+        const int num_written = mode == kGate ? 1 : kPair;
+        const float* y = target + first_row * width + size_t(pair) * num_written * kLanes;
+        for (int r = 0; r < num_rows; r++, y += width) {
+            for (int p = 0; p < num_written; p++) __builtin_prefetch(y + p * kLanes, 1);
+        }
+    }
 
     // `more`: what adapters add to each row of the tile that has one.
     void multiply_tile(int pair, int tile, bool is_cold, const float (*more)[kPair][kLanes]) const {
         const int count = operand.rows_of(tile);
-        float* start = target + size_t(tile) * operand.tile_rows * width;
-        const F16 factor = splat(scale);
-        // The lines to be written arrive while the products are made: of wide rows no two are in one page.
-        const int num_written = mode == kGate ? 1 : kPair;
-        for (int r = 0; r < count; r++) {
-            const float* y = start + r * width + size_t(pair) * num_written * kLanes;
-            for (int p = 0; p < num_written; p++) __builtin_prefetch(y + p * kLanes, 1);
-        }
-        const int first_row = tile * operand.tile_rows;
-        alignas(64) float apart[kTileRows][kPair][kLanes];  // of outliers
-        const bool has_outliers = !matrix.outliers.empty();
-        if (has_outliers) {
-            matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart, matrix.pair(pair));
-        }
+        fetch_target(pair, tile * operand.tile_rows, count);
         F16 sums[kTileRows][kPair];
         const uint8_t* x = operand.tile(matrix, tile);
         if (has_codes(matrix.kind)) {
@@ -74,6 +95,19 @@ struct Product {
                 using Number = typename decltype(of)::Type;
                 multiply_dense(reinterpret_cast<const Number*>(matrix.pair(pair)), matrix.num_inputs, x, count, sums);
             });
+        }
+        finish_tile(pair, tile, sums, more);
+    }
+
+    // Write what becomes of the sums of a tile.
+    void finish_tile(int pair, int tile, const F16 (*sums)[kPair], const float (*more)[kPair][kLanes]) const {
+        const int count = operand.rows_of(tile), first_row = tile * operand.tile_rows;
+        float* start = target + size_t(first_row) * width;
+        const F16 factor = splat(scale);
+        alignas(64) float apart[kTileRows][kPair][kLanes];  // of outliers
+        const bool has_outliers = !matrix.outliers.empty();
+        if (has_outliers) {
+            matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart, matrix.pair(pair));
         }
         const int num_panels = std::min(kPair, matrix.num_panels - pair * kPair);
         for (int r = 0; r < count; r++) {

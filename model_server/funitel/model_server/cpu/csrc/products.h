@@ -23,7 +23,7 @@ class Products {
         Entry entry = {&matrix, {}, mode, activation, target, width, 0, 0};
         entry.operand.level_bits = level_bits_;
         entry.operand.keeps_floats = !matrix.outliers.empty();
-        entry.operand.begin(num_rows);
+        entry.operand.begin(matrix, num_rows);
         entries_.push_back(entry);
     }
 

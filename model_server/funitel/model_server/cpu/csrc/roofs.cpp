@@ -9,6 +9,7 @@
 #include "dense_products.h"
 #include "memory.h"
 #include "threads.h"
+#include "tile_registers.h"
 
 namespace funitel {
 namespace {
@@ -106,8 +107,26 @@ int64_t multiply_pairs() {
            repeat<F16, sums>(splat(0.0f), [&](F16& sum) { sum = Kernel::add(sum, weights, &x); });
 }
 
+#if defined(__AVX512VNNI__)
+
+// Of four tiles in turn, as products have them.
+FUNITEL_AMX int64_t multiply_pairs_in_registers() {
+    TileRegisters registers;
+    registers.shape(product_shapes(kRegisterRows, kRegisterStride));
+    for (int i = 0; i < kTimes; i++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    return int64_t(kTimes) * 4 * kRegisterRows * kLanes * kLanes * kTogether<Brain>;
+}
+
+#endif
+
 int64_t multiply_pairs() {
 #if defined(__AVX512VNNI__)
+    if (has_tile_registers()) return multiply_pairs_in_registers();
     if (has_pair_products()) return multiply_pairs<FastPairProduct>();
 #endif
     return multiply_pairs<PairProduct>();

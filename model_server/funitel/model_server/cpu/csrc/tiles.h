@@ -3,48 +3,15 @@
 // an output by some millionths of its size, for a third of the speed that tiles have.
 #pragma once
 
-#include <asm/prctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <vector>
 
 #include "memory.h"
+#include "tile_registers.h"
 #include "vector.h"
 
 namespace funitel {
 
-constexpr int kTileRows = 16;     // of a tile; also outputs of a tile of weights
-constexpr int kTileInputs = 32;   // bfloat16 of a row of a tile
-constexpr int kTileBytes = 1024;
-constexpr int kStride = 64;       // bytes of a row of a tile
-constexpr int kSquare = 32;       // rows and outputs multiplied at a time: two tiles each
-
-// Ask the kernel for the registers; false where it has none to give.
-inline bool may_use_tiles() {
-    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-}
-
-// The tiles of this thread, for as long as this lives: a thread without any is cheaper to switch.
-class TileRegisters {
-  public:
-    TileRegisters() {
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, unused[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } all;
-        for (int i = 0; i < 8; i++) {
-            all.row_bytes[i] = kStride;
-            all.rows[i] = kTileRows;
-        }
-        _tile_loadconfig(&all);
-    }
-    ~TileRegisters() { _tile_release(); }
-    TileRegisters(const TileRegisters&) = delete;
-    TileRegisters& operator=(const TileRegisters&) = delete;
-};
+constexpr int kSquare = 32;  // rows and outputs multiplied at a time: two tiles each
 
 // Sixteen floats as two bfloat16 each; their sum is the float less what does not fit.
 struct Halves {
@@ -61,26 +28,26 @@ inline Halves halve(F16 x) {
 class TileRows {
   public:
     bool reserve(int rows, int inputs) {
-        num_steps_ = inputs / kTileInputs;
-        return memory_.grow(size_t(rows) / kTileRows * num_steps_ * 2 * kTileBytes);
+        num_steps_ = inputs / kRegisterInputs;
+        return memory_.grow(size_t(rows) / kRegisterRows * num_steps_ * 2 * kRegisterBytes);
     }
 
     // Sixteen inputs of a row, from a multiple of sixteen on.
     void set(int row, int input, F16 x) {
         Halves halves = halve(x);
-        uint8_t* target = step(row / kTileRows, input / kTileInputs) + row % kTileRows * kStride +
-                          input % kTileInputs * sizeof(uint16_t);
+        uint8_t* target = step(row / kRegisterRows, input / kRegisterInputs) + row % kRegisterRows * kRegisterStride +
+                          input % kRegisterInputs * sizeof(uint16_t);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), halves.high);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + kTileBytes), halves.low);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + kRegisterBytes), halves.low);
     }
 
     void set_row(int row, const float* x) {
-        for (int i = 0; i < num_steps_ * kTileInputs; i += kLanes) set(row, i, load(x + i));
+        for (int i = 0; i < num_steps_ * kRegisterInputs; i += kLanes) set(row, i, load(x + i));
     }
 
     // Two tiles, the high one first.
     uint8_t* step(int block, int index) const {
-        return memory_.as<uint8_t>() + (size_t(block) * num_steps_ + index) * 2 * kTileBytes;
+        return memory_.as<uint8_t>() + (size_t(block) * num_steps_ + index) * 2 * kRegisterBytes;
     }
 
   private:
@@ -95,7 +62,7 @@ class TileMatrix {
     int num_inputs = 0;
     std::vector<float> bias;  // [num_outputs]
 
-    static bool fits(int outputs, int inputs) { return outputs % kSquare == 0 && inputs % kTileInputs == 0; }
+    static bool fits(int outputs, int inputs) { return outputs % kSquare == 0 && inputs % kRegisterInputs == 0; }
 
     // Take weights [outputs, inputs].
     bool take(int outputs, int inputs, const float* weights, const float* biases) {
@@ -120,14 +87,14 @@ class TileMatrix {
 
     // Four tiles: high of the first and the second 16 outputs, then low.
     const uint8_t* step(int square, int index) const {
-        return memory_.as<uint8_t>() + (size_t(square) * (num_inputs / kTileInputs) + index) * 4 * kTileBytes;
+        return memory_.as<uint8_t>() + (size_t(square) * (num_inputs / kRegisterInputs) + index) * 4 * kRegisterBytes;
     }
 
   private:
     uint16_t* place(int output, int input, int part) const {
-        int tile = part * 2 + output % kSquare / kTileRows, at = input % kTileInputs;
-        uint8_t* start = const_cast<uint8_t*>(step(output / kSquare, input / kTileInputs)) + tile * kTileBytes;
-        return reinterpret_cast<uint16_t*>(start + at / 2 * kStride) + output % kTileRows * 2 + at % 2;
+        int tile = part * 2 + output % kSquare / kRegisterRows, at = input % kRegisterInputs;
+        uint8_t* start = const_cast<uint8_t*>(step(output / kSquare, input / kRegisterInputs)) + tile * kRegisterBytes;
+        return reinterpret_cast<uint16_t*>(start + at / 2 * kRegisterStride) + output % kRegisterRows * 2 + at % 2;
     }
 
     Memory memory_;
@@ -137,8 +104,8 @@ class TileMatrix {
 // row at a time, without bias.
 template <class Take>
 inline void multiply(const TileMatrix& matrix, const TileRows& rows, int num_rows, Take take) {
-    alignas(64) float sums[4][kTileRows * kLanes];
-    const int num_steps = matrix.num_inputs / kTileInputs;
+    alignas(64) float sums[4][kRegisterRows * kLanes];
+    const int num_steps = matrix.num_inputs / kRegisterInputs;
     for (int square = 0; square < matrix.num_outputs / kSquare; square++) {
         for (int row = 0; row < num_rows; row += kSquare) {
             _tile_zero(0);
@@ -147,38 +114,38 @@ inline void multiply(const TileMatrix& matrix, const TileRows& rows, int num_row
             _tile_zero(3);
             for (int i = 0; i < num_steps; i++) {
                 const uint8_t* w = matrix.step(square, i);
-                const uint8_t* x = rows.step(row / kTileRows, i);
-                const uint8_t* y = rows.step(row / kTileRows + 1, i);
-                _tile_loadd(4, x, kStride);
-                _tile_loadd(6, w, kStride);
-                _tile_loadd(7, w + kTileBytes, kStride);
-                _tile_loadd(5, y, kStride);
+                const uint8_t* x = rows.step(row / kRegisterRows, i);
+                const uint8_t* y = rows.step(row / kRegisterRows + 1, i);
+                _tile_loadd(4, x, kRegisterStride);
+                _tile_loadd(6, w, kRegisterStride);
+                _tile_loadd(7, w + kRegisterBytes, kRegisterStride);
+                _tile_loadd(5, y, kRegisterStride);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
-                _tile_loadd(4, x + kTileBytes, kStride);
-                _tile_loadd(5, y + kTileBytes, kStride);
+                _tile_loadd(4, x + kRegisterBytes, kRegisterStride);
+                _tile_loadd(5, y + kRegisterBytes, kRegisterStride);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
-                _tile_loadd(4, x, kStride);
-                _tile_loadd(5, y, kStride);
-                _tile_loadd(6, w + 2 * kTileBytes, kStride);
-                _tile_loadd(7, w + 3 * kTileBytes, kStride);
+                _tile_loadd(4, x, kRegisterStride);
+                _tile_loadd(5, y, kRegisterStride);
+                _tile_loadd(6, w + 2 * kRegisterBytes, kRegisterStride);
+                _tile_loadd(7, w + 3 * kRegisterBytes, kRegisterStride);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            _tile_stored(0, sums[0], kStride);
-            _tile_stored(1, sums[1], kStride);
-            _tile_stored(2, sums[2], kStride);
-            _tile_stored(3, sums[3], kStride);
+            _tile_stored(0, sums[0], kRegisterStride);
+            _tile_stored(1, sums[1], kRegisterStride);
+            _tile_stored(2, sums[2], kRegisterStride);
+            _tile_stored(3, sums[3], kRegisterStride);
             for (int r = 0; r < kSquare; r++) {
                 for (int part = 0; part < 2; part++) {
-                    const float* found = sums[r / kTileRows * 2 + part] + r % kTileRows * kLanes;
+                    const float* found = sums[r / kRegisterRows * 2 + part] + r % kRegisterRows * kLanes;
                     take(row + r, square * kSquare + part * kLanes, load(found));
                 }
             }
