@@ -27,15 +27,30 @@ struct Product {
 
     // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the blocks of a group
     // pass by, and so do the rows of the group in the next one while the pairs pass by; then comes the next group.
-    int num_chunks() const { return matrix.num_pairs() * num_blocks(); }
+    int num_chunks() const { return matrix.num_pairs() * (has_one_tile() ? 1 : num_blocks()); }
 
     void multiply(int chunk) const {
-        const int in_cache = tiles_in_cache(), each = tiles_of_block(in_cache), blocks = divide_up(operand.num_tiles(), each);
+        if (has_one_tile()) return multiply(chunk, 0, 1);
+        const int in_cache = tiles_in_cache(), each = tiles_of_block(in_cache);
         const int most = std::max(1, in_cache / each), group = chunk / (most * matrix.num_pairs()) * most;
-        const int count = std::min(most, blocks - group);
+        const int count = std::min(most, num_blocks() - group);
         chunk -= group * matrix.num_pairs();
-        const int pair = chunk / count, first = (group + chunk % count) * each;
-        const int end = std::min(operand.num_tiles(), first + each);
+        const int first = (group + chunk % count) * each;
+        multiply(chunk / count, first, std::min(operand.num_tiles(), first + each));
+    }
+
+  private:
+    static constexpr int kMostRows = 96;  // of a block
+    // What the rows of a group take of the cache that a core has alone, beside which a pair of panels has its place.
+    static constexpr size_t kGroupBytes = 800 << 10;
+
+    bool has_one_tile() const { return operand.num_rows <= operand.tile_rows; }
+    int tiles_in_cache() const { return static_cast<int>(kGroupBytes / (operand.read_bytes(matrix) * operand.tile_rows)); }
+    int tiles_of_block(int in_cache) const { return std::clamp(in_cache, 1, kMostRows / operand.tile_rows); }
+    int num_blocks() const { return divide_up(operand.num_tiles(), tiles_of_block(tiles_in_cache())); }
+
+    // Multiply some tiles of rows by a pair of panels.
+    void multiply(int pair, int first, int end) const {
         alignas(64) float more[kMostRows][kPair][kLanes];  // of each row of the block, where it has an adapter
         const int first_row = first * operand.tile_rows;
         if (added != nullptr) {
@@ -60,15 +75,6 @@ struct Product {
             multiply_tile(pair, tile, tile == first, more + (tile * operand.tile_rows - first_row));
         }
     }
-
-  private:
-    static constexpr int kMostRows = 96;  // of a block
-    // What the rows of a group take of the cache that a core has alone, beside which a pair of panels has its place.
-    static constexpr size_t kGroupBytes = 800 << 10;
-
-    int tiles_in_cache() const { return static_cast<int>(kGroupBytes / (operand.read_bytes(matrix) * operand.tile_rows)); }
-    int tiles_of_block(int in_cache) const { return std::clamp(in_cache, 1, kMostRows / operand.tile_rows); }
-    int num_blocks() const { return divide_up(operand.num_tiles(), tiles_of_block(tiles_in_cache())); }
 
     // The lines to be written arrive while the products are made: of wide rows no two are in one page.
     void fetch_target(int pair, int first_row, int num_rows) const {
