@@ -25,6 +25,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 CMAKE = (
     *("-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF"),
     *("-DLLAMA_OPENSSL=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
+    f"-DCMAKE_CXX_FLAGS=-include {Path(__file__).with_name('amx_order.h')}",
 )
 
 
