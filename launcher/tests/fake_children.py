@@ -23,6 +23,7 @@ from funitel.proto.keeper.channel import Channel, ChannelLost
 from funitel.proto.keeper.messages import FINISHED_CODE, Kind, Packet, RouterHello
 from funitel.proto.process.deployment_file import end_with_launcher, is_launcher_gone
 
+answered_health = threading.Event()
 OTHER_KEEPER_CODE = 76  # of `OtherKeeper`, whose import would take long
 
 
@@ -98,13 +99,20 @@ class Fake:
         self.is_stopping = True
 
     def live(self) -> NoReturn:
-        """Serve until SIGTERM, until the parent is gone or until the behaviour says to die."""
+        """Serve until SIGTERM, until the parent is gone or until the behaviour says to die.
+
+        The first router lives `dies_after` seconds from its first answer about its health on: ending before would be
+        the end of a deployment that was never ready.
+        """
         self.note("ready")
         if "--deployment-file" in sys.argv:
             end_with_launcher(int(flag("--exit-with-parent")), file_flag())
         born = time.monotonic()
+        is_first_router = self.name == "router" and self.num_starts() == 1
         while not self.is_stopping:
             time.sleep(0.05)
+            if is_first_router and not answered_health.is_set():
+                born = time.monotonic()
             if "--deployment-file" not in sys.argv and self.is_orphan():
                 os._exit(0)
             if time.monotonic() - born > self.behaviour.get("dies_after", float("inf")):
@@ -160,6 +168,8 @@ def answer_http(accept: Callable[[], tuple[socket.socket, object]], is_healthy: 
             length = b"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
             connection.sendall(b"HTTP/1.1 " + status + length + body)
             connection.shutdown(socket.SHUT_RDWR)  # the keeper has it too
+            if found and path == [b"/health"]:
+                answered_health.set()
 
 
 def from_keeper(fake: "Fake", feeds: bool) -> Callable[[], tuple[socket.socket, object]]:

@@ -18,6 +18,8 @@ import torch
 from funitel.model_server.adapters.registry import PlacedAdapter
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.cpu.build import cpu_flags
+from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import ActivationDtype, KvKind, Tier
@@ -36,6 +38,15 @@ from funitel_testing.cache import usual_cache
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
+
+
+def sets_that_add_alike(tier: Tier) -> list[str]:
+    """Instruction sets of this CPU whose results have the same bits, best first.
+
+    In bfloat16 the best one uses tile registers where there are some, which add in another order.
+    """
+    names = [name for name, needs, _ in INSTRUCTION_SETS if needs <= cpu_flags()]
+    return names[1:] if tier is Tier.BFLOAT16 and "amx_bf16" in cpu_flags() else names
 
 
 def serve_rank(work: Path, rank: int) -> None:

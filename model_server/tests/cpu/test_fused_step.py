@@ -32,7 +32,7 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel_testing import forward_worker
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
-from funitel_testing.forward_worker import CPU, fused_decoder, run, step_through
+from funitel_testing.forward_worker import CPU, fused_decoder, run, sets_that_add_alike, step_through
 from funitel_testing.ranks import run_ranks
 from funitel_testing.tiny import save_tiny
 
@@ -86,14 +86,12 @@ def test_bits_are_the_same_on_any_number_of_threads_and_every_instruction_set(ti
         decoder = fused_decoder(folder, tier, TensorParallel(), num_threads=num_threads)
         assert decoder.num_threads == num_threads
         assert_same_bits(logits_of(folder, decoder, prompts), expected)
-    names = [name for name, needs, _ in compiler.INSTRUCTION_SETS if needs <= building.cpu_flags()]
-    if tier is Tier.BFLOAT16 and "amx_bf16" in building.cpu_flags():
-        # Tile registers, which the first set uses, add in another order.
-        names = names[1:]
-        expected = logits_of(folder, fused_decoder(folder, tier, TensorParallel(), instruction_set=names[0]), prompts)
-    for name in names:
-        decoder = fused_decoder(folder, tier, TensorParallel(), instruction_set=name)
-        assert_same_bits(logits_of(folder, decoder, prompts), expected)
+    decoders = [
+        fused_decoder(folder, tier, TensorParallel(), instruction_set=name) for name in sets_that_add_alike(tier)
+    ]
+    first, *others = [logits_of(folder, decoder, prompts) for decoder in decoders]
+    for other in others:
+        assert_same_bits(other, first)
 
 
 @TIERS
