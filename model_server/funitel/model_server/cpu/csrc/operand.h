@@ -35,11 +35,11 @@ inline int whole_tile(int rows) {
     return *std::lower_bound(std::begin(kRowCounts), std::end(kRowCounts), rows);
 }
 
-// Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16, or 32 inputs where
-// those are multiplied in tile registers; for codes 32 inputs, as a RowBlock. Tiles are as equal as their rows can be taken at once, and the last is as narrow as it has rows:
-// few rows take little of the caches. What is laid out for one matrix can be multiplied with every matrix of as many
-// inputs that has the same of these three. Behind the tiles of all rows of levels there are, where that is asked for, tiles
-// of floats, which the outliers of matrices read.
+// Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16, or 32 of them
+// where they are multiplied in tile registers; for codes 32 inputs, as a RowBlock. Tiles are as equal as their rows can be
+// taken at once, and the last is as narrow as it has rows: few rows take little of the caches. What is laid out for one
+// matrix can be multiplied with every matrix of as many inputs that has the same of these four. Behind the tiles of all rows
+// of levels there are, where that is asked for, tiles of floats, which the outliers of matrices read.
 struct Operand {
     uint8_t* values = nullptr;
     int level_bits = 8;  // 16, or 8 where no outlier asks for more

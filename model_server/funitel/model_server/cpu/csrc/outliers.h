@@ -86,7 +86,8 @@ class Outliers {
             store(total, fma(splat(to_float(from.deltas[i])), values, load(total)));
         }
         for (int row = 0; row < count; row++) {
-            for (int lane = 0; lane < kBoth; lane++) sums[row][0][lane] = totals[lane][row];
+            float* both = &sums[row][0][0];
+            for (int lane = 0; lane < kBoth; lane++) both[lane] = totals[lane][row];
         }
     }
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "memory.h"
 #include "operand.h"
 #include "tile_registers.h"
 #include "vector.h"
@@ -14,9 +13,9 @@ namespace funitel {
 // sums[row][p] = the products of one or two tiles of `num_rows` rows each, `tile_bytes` apart, with panel p of a pair.
 // Activations are [32 inputs][row], weights [two inputs][panel][output][input]. `is_cold`: the weights are not in a cache yet.
 template <int Tiles>
-FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_steps, const uint8_t* x, size_t tile_bytes, int num_rows,
-                                  bool is_cold, F16 (*sums)[kPair]) {
-    constexpr int stride = sizeof(F16[kPair]), lines = kRegisterRows * kPair, ahead = 12288;
+FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_steps, const uint8_t* x, size_t tile_bytes,
+                                              int num_rows, bool is_cold, F16 (*sums)[kPair]) {
+    constexpr int stride = sizeof(F16[kPair]), lines = kRegisterRows * kPair, ahead = 15 << 10;
     const char* weights = reinterpret_cast<const char*>(w);
     _tile_zero(0);
     _tile_zero(1);
@@ -27,7 +26,7 @@ FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_steps, con
     for (int step = 0; step < num_steps; step++) {
         if (is_cold) {
 #pragma GCC unroll 32
-            for (int i = 0; i < lines; i++) fetch(weights + ahead + i * kRegisterStride);
+            for (int i = 0; i < lines; i++) _mm_prefetch(weights + ahead + i * kRegisterStride, _MM_HINT_T0);
         }
         _tile_loadd(4, x, kRegisterStride);
         _tile_loadd(6, weights, stride);
@@ -50,9 +49,10 @@ FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_steps, con
     }
 }
 
-// sums[row][p] = the products of rows in tiles of `tile_rows`, the last of what is left, with panel p of a pair.
-FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_inputs, const uint8_t* x, int num_rows, int tile_rows,
-                                  F16 (*sums)[kPair]) {
+// sums[row][p] = the products of rows in tiles of `tile_rows`, the last of what is left, with panel p of a pair. Two tiles at a
+// time share the weights that are loaded.
+FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_inputs, const uint8_t* x, int num_rows,
+                                              int tile_rows, F16 (*sums)[kPair]) {
     const int num_steps = num_inputs / kRegisterInputs, whole = std::min(num_rows, tile_rows);
     const size_t row_bytes = size_t(num_steps) * kRegisterStride;
     asm volatile("" : : : "memory");  // g++ does not know that tiles are loaded from memory
