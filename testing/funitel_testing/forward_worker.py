@@ -40,13 +40,13 @@ BLOCK_SIZE = 4
 CPU = torch.device("cpu")
 
 
-def sets_that_add_alike(tier: Tier) -> list[str]:
-    """Instruction sets of this CPU whose results have the same bits, best first.
+def sets_that_add_alike(tier: Tier) -> list[list[str]]:
+    """Instruction sets of this CPU, best first, in groups whose results have the same bits.
 
     In bfloat16 the best one uses tile registers where there are some, which add in another order.
     """
     names = [name for name, needs, _ in INSTRUCTION_SETS if needs <= cpu_flags()]
-    return names[1:] if tier is Tier.BFLOAT16 and "amx_bf16" in cpu_flags() else names
+    return [names[:1], names[1:]] if tier is Tier.BFLOAT16 and "amx_bf16" in cpu_flags() else [names]
 
 
 def serve_rank(work: Path, rank: int) -> None:

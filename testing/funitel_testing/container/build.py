@@ -40,12 +40,8 @@ def install_tools() -> None:
         raise CannotBuild(str(error)) from error
 
 
-def _run(
-    command: Sequence[str], *, stdin: str | None = None, environ: dict[str, str] | None = None
-) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command, capture_output=True, text=True, input=stdin, errors="replace", env={**os.environ, **(environ or {})}
-    )
+def _run(command: Sequence[str], *, stdin: str | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, errors="replace")
 
 
 def _last_line(text: str) -> str:

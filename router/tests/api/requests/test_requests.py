@@ -85,6 +85,7 @@ async def test_a_stream_is_ended_with_a_finish_reason(serve: Serve) -> None:
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         last = {choice["index"]: choice["finish_reason"] for choice in choices}
         assert last == {0: "abort", 1: "abort"}
+        assert [choice["finish_reason"] for choice in choices].count("abort") == 2
         assert {chunk["id"] for chunk in chunks} == {running["response_id"]}
 
 

@@ -11,9 +11,6 @@
 
 namespace funitel {
 
-// Rows multiplied at a time: sums and results of so many fit in the registers.
-constexpr int kRowsAtOnce = kRegisters == 32 ? 12 : 6;
-
 // Panels of a pair multiplied at a time: with 32 registers both while sums and results fit, and for blocks of bytes, which
 // take none for unpacking, with two rows more.
 template <class Block>
@@ -42,7 +39,7 @@ void multiply_all_rows(const Block* w, int num_blocks, bool is_cold, const RowBl
     for (int first = 0; first < count;) {
         int left = count - first;
         bool is_first = is_cold && first == 0;
-        if constexpr (kRowsAtOnce >= 12) {
+        if constexpr (kVectorRows >= 12) {
             if (left >= 12) {
                 multiply_rows<Block, 12>(w, num_blocks, is_first, x, count, first, sums);
                 first += 12;

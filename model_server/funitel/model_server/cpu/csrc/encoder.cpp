@@ -118,7 +118,7 @@ class Encoder {
 
     void take_part(const Task& task, int chunk, Workplace& place) {
         TileRegisters registers;
-        registers.shape(product_shapes(kRegisterRows, kRegisterStride));
+        registers.shape(kRegisterRows);
         const int first = chunk * task.chunk_rows, count = std::min(task.chunk_rows, task.num_tokens - first);
         const int size = shape_.hidden_size;
         float* x = task.x + size_t(first) * size;

@@ -10,7 +10,8 @@
 
 namespace funitel {
 
-// The most rows of a tile: what a product takes at once in vector registers, and in tile registers.
+// The most rows of a tile: what a product takes at once in vector registers, where sums and
+// results of so many fit, and in tile registers.
 constexpr int kVectorRows = kRegisters == 32 ? 12 : 6;
 #if defined(__AVX512VNNI__)
 constexpr int kTileRows = kRegisterRows;

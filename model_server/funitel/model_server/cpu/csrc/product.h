@@ -33,7 +33,7 @@ struct Product {
         if (has_one_tile()) return multiply(chunk, 0, 1);
         const int in_cache = tiles_in_cache(), each = tiles_of_block(in_cache);
         const int most = std::max(1, in_cache / each), group = chunk / (most * matrix.num_pairs()) * most;
-        const int count = std::min(most, num_blocks() - group);
+        const int count = std::min(most, divide_up(operand.num_tiles(), each) - group);
         chunk -= group * matrix.num_pairs();
         const int first = (group + chunk % count) * each;
         multiply(chunk / count, first, std::min(operand.num_tiles(), first + each));

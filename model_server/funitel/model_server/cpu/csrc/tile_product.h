@@ -55,9 +55,9 @@ FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_inputs, co
                                               int tile_rows, F16 (*sums)[kPair]) {
     const int num_steps = num_inputs / kRegisterInputs, whole = std::min(num_rows, tile_rows);
     const size_t row_bytes = size_t(num_steps) * kRegisterStride;
-    asm volatile("" : : : "memory");  // g++ does not know that tiles are loaded from memory
+    settle_memory();
     TileRegisters registers;
-    registers.shape(product_shapes(whole, kRegisterStride));
+    registers.shape(whole);
     int row = 0;
     for (; row + 2 * whole <= num_rows; row += 2 * whole) {
         multiply_in_registers<2>(w, num_steps, x + row * row_bytes, whole * row_bytes, whole, row == 0, sums + row);
@@ -67,7 +67,7 @@ FUNITEL_AMX inline void multiply_in_registers(const Brain* w, int num_inputs, co
         row += whole;
     }
     if (row < num_rows) {
-        registers.shape(product_shapes(num_rows - row, kRegisterStride));
+        registers.shape(num_rows - row);
         multiply_in_registers<1>(w, num_steps, x + row * row_bytes, 0, num_rows - row, false, sums + row);
     }
 }

@@ -26,19 +26,8 @@ inline bool has_tile_registers() {
     return has;
 }
 
-// The shapes of the registers: rows, and bytes of each.
-struct TileShapes {
-    uint8_t rows[8];
-    uint16_t row_bytes[8];
-};
-
-// Shapes for sums in registers 0 to 3, activations in 4 and 5, and weights in 6 and 7.
-inline TileShapes product_shapes(int num_rows, int input_bytes) {
-    const uint8_t rows = static_cast<uint8_t>(num_rows), depth = static_cast<uint8_t>(input_bytes / 4);
-    const uint16_t inputs = static_cast<uint16_t>(input_bytes), outputs = kRegisterStride;
-    return {{rows, rows, rows, rows, rows, rows, depth, depth},
-            {outputs, outputs, outputs, outputs, inputs, inputs, outputs, outputs}};
-}
+// Have memory hold what was written before it is loaded into tiles: g++ does not know that the instructions read it.
+inline void settle_memory() { asm volatile("" : : : "memory"); }
 
 // The tile registers of this thread, to be shaped first; released when this ends: a thread without any is cheaper to switch.
 class TileRegisters {
@@ -48,18 +37,18 @@ class TileRegisters {
     TileRegisters(const TileRegisters&) = delete;
     TileRegisters& operator=(const TileRegisters&) = delete;
 
-    // Give the registers other shapes; what they hold is lost.
-    FUNITEL_AMX void shape(const TileShapes& shapes) {
+    // Give registers 0 to 5, for sums and activations, so many rows, and 6 and 7, for weights, all; what they hold is lost.
+    FUNITEL_AMX void shape(int num_rows) {
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, unused[14] = {};
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
         } all;
         for (int i = 0; i < 8; i++) {
-            all.row_bytes[i] = shapes.row_bytes[i];
-            all.rows[i] = shapes.rows[i];
+            all.row_bytes[i] = kRegisterStride;
+            all.rows[i] = static_cast<uint8_t>(i < 6 ? num_rows : kRegisterRows);
         }
-        asm volatile("" : : : "memory");  // g++ takes the instruction to read one word of it
+        settle_memory();
         _tile_loadconfig(&all);
     }
 };

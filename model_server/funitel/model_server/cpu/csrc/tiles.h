@@ -106,6 +106,7 @@ template <class Take>
 inline void multiply(const TileMatrix& matrix, const TileRows& rows, int num_rows, Take take) {
     alignas(64) float sums[4][kRegisterRows * kLanes];
     const int num_steps = matrix.num_inputs / kRegisterInputs;
+    settle_memory();
     for (int square = 0; square < matrix.num_outputs / kSquare; square++) {
         for (int row = 0; row < num_rows; row += kSquare) {
             _tile_zero(0);
