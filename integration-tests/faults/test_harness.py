@@ -2,8 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
 import pytest
 
 from funitel_testing.faults.asks import Ask, Heard, Kind
@@ -11,11 +15,12 @@ from funitel_testing.faults.growth import growth, slope
 from funitel_testing.faults.kills import EVERY_KIND
 from funitel_testing.faults.load import Load, Outcome
 from funitel_testing.faults.page import BEGIN, END, written
-from funitel_testing.faults.scenes import by_hand
-from funitel_testing.faults.soak import CROWD, NUM_CROWDS
+from funitel_testing.faults.scenes import Launched, by_hand
+from funitel_testing.faults.soak import CROWD, NUM_CROWDS, Soak
 from funitel_testing.faults.soak_report import Pace, Report, Sample
 from funitel_testing.faults.table import Cost, Fault, judge
 from funitel_testing.faults.vitals import IN_USE
+from funitel_testing.servers import Server
 
 ASK = Ask(Kind.STREAM, 1, 3)
 LEFT = Ask(Kind.STREAM, 1, 3, leave_after=1)
@@ -193,6 +198,25 @@ async def test_a_load_goes_on_until_the_fault_finds_requests_in_flight(monkeypat
 
     monkeypatch.setattr(Ask, "put", answer)
     assert [outcome.ask for outcome in await load.run()] == [ASK, LEFT] * 3
+
+
+@pytest.mark.parametrize(("status", "is_passed_over"), [(503, True), (500, False)])
+def test_a_sample_that_is_refused_while_the_router_is_restarted_is_passed_over(
+    status: int, is_passed_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://127.0.0.1:1"
+    server = Server.__new__(Server)
+    server.url = url
+    error = {"error": "the router was restarted while this request came in", "error_type": "overloaded"}
+    refusal = httpx.Response(status, json=error, request=httpx.Request("GET", f"{url}/metrics"))
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: refusal)
+    scene = cast(Launched, SimpleNamespace(server=server, url=url))
+    soak = Soak(scene, tmp_path, Pace.of(2), num_clients=1, pause=1.0, seed=1)
+    with nullcontext() if is_passed_over else pytest.raises(httpx.HTTPStatusError):
+        soak._sample(None)
+    assert soak.report.samples == []
+    with pytest.raises(httpx.HTTPStatusError):
+        soak._sample(0)
 
 
 def test_the_table_is_written_between_its_marks() -> None:

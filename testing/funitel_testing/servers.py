@@ -264,8 +264,12 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its full name, labels included."""
-        return samples_of(httpx.get(f"{self.url}/metrics", timeout=10, verify=PLAIN).text)
+        """Every sample of /metrics by its full name, labels included.
+
+        Raises:
+            httpx.HTTPStatusError: the router refused, as it does with 503 what came in while it was restarted.
+        """
+        return samples_of(httpx.get(f"{self.url}/metrics", timeout=10, verify=PLAIN).raise_for_status().text)
 
     def wait_steps(self, count: int, seconds: float = 60) -> None:
         """Wait until `count` steps more than now have been answered."""

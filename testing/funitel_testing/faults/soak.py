@@ -149,10 +149,10 @@ class Soak:
     def _sample(self, period: int | None) -> None:
         try:
             values = vitals(self._scene.server, self._scratch) if period is None else self._least()
-        except (OSError, httpx.TransportError):
-            if period is not None:
+        except (OSError, httpx.TransportError, httpx.HTTPStatusError) as error:
+            if period is not None or not _is_of_a_kill(error):
                 raise
-            return  # a process that was killed; the next sample will do
+            return  # the next sample will do
         seconds = time.monotonic() - self._began
         self.report.samples.append(Sample(seconds, period, len(self.report.kills), values))
 
@@ -189,6 +189,11 @@ class Soak:
             f"refused={report.bytes.num_refused} kills={len(report.kills)} router={values['router own MiB']:.1f} MiB "
             f"shards={values['shards own MiB']:.1f} MiB tasks={values['router tasks']:g}"
         )
+
+
+def _is_of_a_kill(error: Exception) -> bool:
+    """Whether a process was killed, or the router refused with 503 what came in meanwhile."""
+    return not isinstance(error, httpx.HTTPStatusError) or error.response.status_code == 503
 
 
 def soak(
