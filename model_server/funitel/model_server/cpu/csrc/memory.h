@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +11,14 @@
 namespace funitel {
 
 inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// Bytes of the second cache, which a core has alone.
+inline size_t find_second_cache() {
+    const long found = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 where it is not known
+    return found > 0 ? static_cast<size_t>(found) : size_t(1) << 20;
+}
+
+inline const size_t kSecondCacheBytes = find_second_cache();
 
 class Memory {
   public:
