@@ -12,8 +12,6 @@
 #include "levels.h"
 #include "memory.h"
 
-#define FUNITEL_INLINE __attribute__((always_inline))
-
 namespace funitel {
 
 template <class Work, int... I>

@@ -109,42 +109,87 @@ struct Product {
     }
 
     // Write what becomes of the sums of a tile.
-    void finish_tile(int pair, int tile, const F16 (*sums)[kPair], const float (*more)[kPair][kLanes]) const {
-        const int count = operand.rows_of(tile), first_row = tile * operand.tile_rows;
-        float* start = target + size_t(first_row) * width;
-        const F16 factor = splat(scale);
+    void finish_tile(int pair, int tile, F16 (*sums)[kPair], const float (*more)[kPair][kLanes]) const {
+        const int count = operand.rows_of(tile), first_row = tile * operand.tile_rows, first_panel = pair * kPair;
+        const int num_panels = std::min(kPair, matrix.num_panels - first_panel);
         alignas(64) float apart[kTileRows][kPair][kLanes];  // of outliers
         const bool has_outliers = !matrix.outliers.empty();
         if (has_outliers) {
             matrix.outliers.multiply(pair, operand.floats(matrix, tile), count, apart, matrix.pair(pair));
         }
-        const int num_panels = std::min(kPair, matrix.num_panels - pair * kPair);
-        for (int r = 0; r < count; r++) {
-            float gate[kLanes];
+        // `of` gives, for a panel, what becomes of the sum of a row.
+        const auto change = [&](auto of) FUNITEL_INLINE {
             for (int p = 0; p < num_panels; p++) {
-                int panel = pair * kPair + p;
-                F16 value = sums[r][p];
-                if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
-                if (has_outliers) value = add(value, load(apart[r][p]));
-                if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
-                if (added != nullptr && added->has(first_row + r)) value = add(value, load(more[r][p]));
-                if (mode == kGate) {
-                    if (p == 0) {
-                        store(gate, activate(activation, value));
-                        continue;
-                    }
-                    value = mul(load(gate), value);
-                    panel /= 2;
-                }
-                const int output = panel * kLanes, n = matrix.num_outputs - output;
-                float* y = start + r * width + output;
-                if (mode == kAccumulate) value = fma(value, factor, load(y, n));
-                if (mode == kActivate) value = activate(activation, value);
-                if (mode == kMultiply) value = mul(value, load(y, n));
-                store(y, value, n);
+                const auto changed = of(p);
+                for (int r = 0; r < count; r++) sums[r][p] = changed(r, sums[r][p]);
             }
+        };
+        if (matrix.kind == kInt8) {
+            change([&](int p) FUNITEL_INLINE {
+                return [scales = load(matrix.scales(first_panel + p))](int, F16 sum) { return mul(sum, scales); };
+            });
+        }
+        if (has_outliers) {
+            change([&](int p) FUNITEL_INLINE {
+                return [&apart, p](int r, F16 sum) { return add(sum, load(apart[r][p])); };
+            });
+        }
+        if (!matrix.bias.empty()) {
+            const float* start = matrix.bias.data() + size_t(first_panel) * kLanes;
+            change([&](int p) FUNITEL_INLINE {
+                return [bias = load(start + p * kLanes)](int, F16 sum) { return add(sum, bias); };
+            });
+        }
+        if (added != nullptr) {
+            change([&](int p) FUNITEL_INLINE {
+                return [&, p](int r, F16 sum) { return added->has(first_row + r) ? add(sum, load(more[r][p])) : sum; };
+            });
+        }
+        const F16 factor = splat(scale);
+        const Rows rows = {target + size_t(first_row) * width, width, count, matrix.num_outputs};
+        switch (mode) {
+            case kGate:
+                if (num_panels < kPair) return;
+                return rows.write(pair, 1, [&](int r, int, const float*, int) FUNITEL_INLINE {
+                    return mul(activate(activation, sums[r][0]), sums[r][1]);
+                });
+            case kAccumulate:
+                return rows.write(first_panel, num_panels, [&](int r, int p, const float* y, int n) FUNITEL_INLINE {
+                    return fma(sums[r][p], factor, load(y, n));
+                });
+            case kMultiply:
+                return rows.write(first_panel, num_panels, [&](int r, int p, const float* y, int n) FUNITEL_INLINE {
+                    return mul(sums[r][p], load(y, n));
+                });
+            case kActivate:
+                return rows.write(first_panel, num_panels, [&](int r, int p, const float*, int) FUNITEL_INLINE {
+                    return activate(activation, sums[r][p]);
+                });
+            case kStore:
+                return rows.write(first_panel, num_panels, [&](int r, int p, const float*, int) FUNITEL_INLINE {
+                    return sums[r][p];
+                });
         }
     }
+
+    // Rows that are written.
+    struct Rows {
+        float* start;
+        size_t width;
+        int count, num_outputs;
+
+        // Write what `make` returns for a row, one of some panels and what is there, of which so many outputs count.
+        template <class Make>
+        FUNITEL_INLINE void write(int panel, int num_panels, Make make) const {
+            for (int r = 0; r < count; r++) {
+                for (int p = 0; p < num_panels; p++) {
+                    const int output = (panel + p) * kLanes, n = num_outputs - output;
+                    float* y = start + r * width + output;
+                    store(y, make(r, p, y, n), n);
+                }
+            }
+        }
+    };
 };
 
 }  // namespace funitel

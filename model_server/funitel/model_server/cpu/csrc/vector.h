@@ -9,6 +9,8 @@
 #include <cstring>
 #include <limits>
 
+#define FUNITEL_INLINE __attribute__((always_inline))
+
 namespace funitel {
 
 constexpr int kLanes = 16;
