@@ -427,9 +427,11 @@ def said(completion: CompletionOutput) -> tuple[Any, ...]:
 ENDS = ("stop", "abort", "release", "drop")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) -> None:
-    num_requests, share_of_ends = (1000, 0.07) if family == "llama" else (60, 0.25)
+@pytest.mark.parametrize(
+    ("family", "num_requests", "share_of_ends"),
+    [("llama", 300, 0.2), pytest.param("llama", 1000, 0.1, marks=pytest.mark.slow), ("qwen3_5", 60, 0.25)],
+)
+def test_requests_disturbed_at_random(tmp_path: Path, family: str, num_requests: int, share_of_ends: float) -> None:
     draw = random.Random(19)
     fates = {i: ENDS[i // 3 % len(ENDS)] for i in range(0, num_requests, 3)}  # the others are to finish
     prompts = [f"{'word ' * draw.randrange(6)}{draw.randrange(40)}" for _ in range(num_requests)]
@@ -452,6 +454,8 @@ def test_a_thousand_requests_disturbed_at_random(tmp_path: Path, family: str) ->
                 while left and len(running) < 60:
                     i = left.pop()
                     running[i] = engine.start_request(prompts[i], params[i])
+                    if i in fates:
+                        running[i].pause()  # a fast engine would finish it before it is struck
                 i = draw.choice(list(running))
                 handle, kind = running[i], draw.random()
                 if handle.is_finished:
