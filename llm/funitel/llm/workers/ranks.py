@@ -36,6 +36,7 @@ class LocalRanks:
         self._executor = executor
         self._compute = compute
         self._answers = ComputeThread() if executor.sampling.describing_waits else None
+        self._describing = asyncio.Lock()  # first come, first served
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool."""
@@ -112,11 +113,17 @@ class LocalRanks:
         return self._finished(self._run(call), lambda step: (step.describe(),))
 
     async def _finished(self, computing: Awaitable[T], finish: Callable[[T], R]) -> R:
-        """Apply `finish` to the result, on the caller's thread, or on another if it blocks."""
-        computed = await computing
-        if self._answers is None:
-            return finish(computed)
-        return await _translated(asyncio.wrap_future(self._answers.submit(lambda: finish(computed))))
+        """Apply `finish` to the result, on the caller's thread, or on another if it blocks; in the order of the calls.
+
+        Texts of tokens are decoded with state: a step that is described before the one ahead of it would say their
+        characters in the wrong order.
+        """
+        async with self._describing:
+            computed = await computing
+            if self._answers is None:
+                return finish(computed)
+            finishing = self._answers.submit(lambda: finish(computed))
+        return await _translated(asyncio.wrap_future(finishing))
 
     def _run(self, call: Callable[[], T]) -> Awaitable[T]:
         """Queue a call now; its exceptions are translated to FunitelError."""
