@@ -45,7 +45,7 @@ def measure(
         *("--data", f"kind=synthetic_text,prompt_tokens={work.prompt_tokens},output_tokens={work.output_tokens}"),
         *(
             "--seed",
-            f"kind=static,seed={seed}",
+            f"kind=static,value={seed}",
             "--output",
             f"kind=json,path={report.name}",
             "--disable-console-interactive",
