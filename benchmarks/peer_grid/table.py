@@ -57,7 +57,7 @@ COLUMNS = (
     Column("p99", "16", "ttft_ms_p99", LOWER, 0),
     Column("prefill 512, ms", "prefill-512", "ttft_ms_p50", LOWER, 0, aim=2.0),
     Column("4,096, ms", "prefill-4096", "ttft_ms_p50", LOWER, 0, aim=2.0),
-    Column("memory, MiB", "", "resident_mib", LOWER, 0),
+    Column("memory, MiB", "", "proportional_mib", LOWER, 0),
 )
 NEUTRAL = {
     "tokens/s": ("output_tokens_s", HIGHER),
