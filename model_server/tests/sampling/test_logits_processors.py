@@ -1,5 +1,6 @@
 """The fused maths of sampling against torch's: what is allowed and kept, the best, the draw, and no row of another."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.native import NativeEngine, Shape, load_library
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
-from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors
+from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors, logprobs_of
 from funitel.model_server.sampling.sampler import SamplingState, sample
 from funitel.proto.step import SamplingParams
 from funitel_testing.cache import usual_cache
@@ -101,6 +102,27 @@ def test_best_and_normaliser_are_torchs(fused: FusedLogitsProcessors, vocab_size
 
 def test_the_first_of_equal_scores_is_the_best(fused: FusedLogitsProcessors) -> None:
     assert fused.best(torch.tensor([[0.0] * 17 + [2.0] * 20]))[0].tolist() == [17]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_the_likeliest_tokens_are_those_of_the_single_steps(fused: FusedLogitsProcessors, vocab_size: int) -> None:
+    scores = make_scores(6, vocab_size, seed=6)
+    scores[1, vocab_size // 2] = torch.nan
+    scores[2, -1] = torch.inf
+    scores[3] = -torch.inf
+    scores[4, : vocab_size // 2] = -torch.inf
+    apart, torchs = scores.clone(), scores.clone()
+    tokens, logprobs = fused.likeliest(scores)
+    fused.allow(apart, None)
+    best, normaliser = fused.best(apart)
+    assert torch.equal(scores, apart)
+    assert tokens == best.tolist()
+    expected = logprobs_of(apart, best, normaliser, torch.tensor([False, True, True, False, False, False]))
+    assert np.array_equal(np.array(logprobs, np.float32), expected.numpy(), equal_nan=True)
+    assert all(math.isnan(logprobs[row]) for row in (1, 2, 3))
+    theirs, their_logprobs = TORCH.likeliest(torchs)
+    assert theirs == tokens
+    assert np.allclose(logprobs, their_logprobs, atol=1e-5, equal_nan=True)
 
 
 def test_draws_are_torchs(fused: FusedLogitsProcessors) -> None:

@@ -267,6 +267,10 @@ class FusedLogitsProcessors:
         """See `LogitsProcessors`."""
         return self._engine.best_scores(scores)
 
+    def likeliest(self, scores: torch.Tensor) -> tuple[list[int], list[float]]:
+        """See `LogitsProcessors`."""
+        return self._engine.likeliest(scores)
+
     def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
         """See `LogitsProcessors`."""
         return self._engine.draw_scores(scores, rows, keys)

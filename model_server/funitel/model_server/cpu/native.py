@@ -212,6 +212,7 @@ def load_library(cache_dir: Path, instruction_set: str | None = None) -> ctypes.
         "funitel_allow_scores": (None, [address, address, number, number, address]),
         "funitel_warp_scores": (number, [address, address, address, number, number, address]),
         "funitel_best_scores": (None, [address, address, number, number, address, address]),
+        "funitel_likeliest": (None, [address, address, number, number, address, address]),
         "funitel_draw_scores": (None, [address, address, address, number, number, address, address]),
         "funitel_ranks_bytes": (size, [number]),
         "funitel_ranks": (address, [number, number, number, size]),
@@ -393,6 +394,12 @@ class NativeEngine:
             self._handle, scores.data_ptr(), *scores.shape, tokens.data_ptr(), normalisers.data_ptr()
         )
         return tokens, normalisers
+
+    def likeliest(self, scores: torch.Tensor) -> tuple[list[int], list[float]]:
+        """The best token of every row, and its log-probability: NaN of a broken row. Allows as `allow_scores`."""
+        tokens, logprobs = (ctypes.c_int32 * len(scores))(), (ctypes.c_float * len(scores))()
+        self._library.funitel_likeliest(self._handle, scores.data_ptr(), *scores.shape, tokens, logprobs)
+        return tokens[:], logprobs[:]
 
     def draw_scores(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
         """A token for some rows, [len(rows)] int64, by noise from 64-bit keys."""

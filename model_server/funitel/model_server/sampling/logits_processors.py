@@ -27,6 +27,12 @@ class LogitsProcessors(Protocol):
     def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The best token of each row [rows] int64, and the log of the sum of exponentials [rows] float32."""
 
+    def likeliest(self, scores: torch.Tensor) -> tuple[list[int], list[float]]:
+        """`allow` without masks, in place; then the best token of each row, and its log-probability.
+
+        The log-probability of a row that was broken, as `are_broken` says, is NaN.
+        """
+
     def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
         """A token for some rows, [len(rows)] int64, drawn from their distributions by noise from 64-bit keys."""
 
@@ -50,9 +56,31 @@ class TorchLogitsProcessors:
         """See `LogitsProcessors`."""
         return scores.argmax(dim=1), scores.logsumexp(dim=1)
 
+    def likeliest(self, scores: torch.Tensor) -> tuple[list[int], list[float]]:
+        """See `LogitsProcessors`."""
+        is_broken = are_broken(scores)
+        self.allow(scores, None)
+        chosen, normaliser = self.best(scores)
+        logprobs = logprobs_of(scores, chosen, normaliser, is_broken)
+        return chosen.tolist(), logprobs.tolist()
+
     def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
         """See `LogitsProcessors`."""
         return (scores[list(rows)] + gumbel(keys, scores.shape[1], scores.device)).argmax(dim=1)
+
+
+def are_broken(scores: torch.Tensor) -> torch.Tensor:
+    """Which rows hold what is not a number, or +inf: [rows] bool. A token of -inf is one that cannot follow."""
+    if scores.device.type != "cpu":
+        return ~(scores.amax(dim=1) < torch.inf)
+    return torch.from_numpy(~(scores.numpy().max(axis=1) < np.inf))  # torch would wake its threads for it
+
+
+def logprobs_of(
+    scores: torch.Tensor, chosen: torch.Tensor, normaliser: torch.Tensor, is_broken: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities of a chosen token of each row, [rows] float32; NaN of broken rows."""
+    return (scores.gather(1, chosen[:, None])[:, 0] - normaliser).masked_fill_(is_broken, torch.nan)
 
 
 def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

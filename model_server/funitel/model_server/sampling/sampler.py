@@ -19,7 +19,12 @@ import torch
 from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
-from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
+from funitel.model_server.sampling.logits_processors import (
+    LogitsProcessors,
+    TorchLogitsProcessors,
+    are_broken,
+    logprobs_of,
+)
 from funitel.model_server.sampling.strategy import StrategyState, begin_all, narrow_all
 from funitel.model_server.sampling.transcript_rules import prefer_timestamps
 from funitel.proto.step import SamplingParams
@@ -150,6 +155,12 @@ class SamplingState:
                         del counter[token_id]
 
     @property
+    def takes_likeliest(self) -> bool:
+        """Whether, without masks, its next token is the best of the model's own scores, and no other is told."""
+        is_greedy = not (self.edits_scores or self.is_sampled or self.top_n)
+        return is_greedy and self.first_timestamp is None
+
+    @property
     def mu(self) -> float:
         """What mirostat has come to, of a row that has it."""
         assert self.strategy is not None
@@ -235,7 +246,9 @@ def sample(
         masks: tokens that grammars allow, of rows that have one.
         maths: what does the heavy part.
     """
-    is_broken = _are_broken(logits)
+    if masks is None and all([state.takes_likeliest for state in states]):
+        return list(map(SampledToken, *maths.likeliest(logits)))
+    is_broken = are_broken(logits)
     raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if state.wants_raw}
     strategies: dict[int, StrategyState] | None = None
     for row, state in enumerate(states):
@@ -272,8 +285,7 @@ def sample(
         maths.allow(scores, None)
         logits[row] = scores[0]
         normaliser[row] = maths.best(scores)[1]
-    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
-    logprobs.masked_fill_(is_broken, torch.nan)
+    logprobs = logprobs_of(logits, chosen, normaliser, is_broken)
     tops = [
         top_of(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
         for row, state in enumerate(states)
@@ -282,13 +294,6 @@ def sample(
         SampledToken(token_id, logprob, *top)
         for token_id, logprob, top in zip(chosen.tolist(), logprobs.tolist(), tops, strict=True)
     ]
-
-
-def _are_broken(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows hold what is not a number, or +inf: [rows] bool. A token of -inf is one that cannot follow."""
-    if logits.device.type != "cpu":
-        return ~(logits.amax(dim=1) < torch.inf)
-    return torch.from_numpy(~(logits.numpy().max(axis=1) < np.inf))  # torch would wake its threads for it
 
 
 def top_of(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -171,6 +171,12 @@ class Engine {
         });
     }
 
+    void likeliest(float* scores, int num_rows, int count, int32_t* tokens, float* logprobs) {
+        for_scores(num_rows, [&](int i, int) {
+            tokens[i] = likeliest_score(scores + size_t(i) * count, count, logprobs[i]);
+        });
+    }
+
     void draw(const float* scores, const int64_t* rows, int num_rows, int count, const uint64_t* keys,
               int64_t* tokens) {
         for_scores(num_rows, [&](int i, int) {
@@ -966,6 +972,11 @@ int32_t ENTRY(funitel_warp_scores)(Engine* engine, float* scores, const int64_t*
 void ENTRY(funitel_best_scores)(Engine* engine, const float* scores, int32_t num_rows, int32_t count, int64_t* tokens,
                                 float* normalisers) {
     engine->best(scores, num_rows, count, tokens, normalisers);
+}
+
+void ENTRY(funitel_likeliest)(Engine* engine, float* scores, int32_t num_rows, int32_t count, int32_t* tokens,
+                              float* logprobs) {
+    engine->likeliest(scores, num_rows, count, tokens, logprobs);
 }
 
 void ENTRY(funitel_draw_scores)(Engine* engine, const float* scores, const int64_t* rows, int32_t num_rows,

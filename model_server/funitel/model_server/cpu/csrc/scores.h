@@ -22,7 +22,7 @@ struct Warp {
     int32_t top_k;
 };
 
-// The best of a row and the logarithm of the sum of its exponentials.
+// The best of a row and the logarithm of the sum of its exponentials; -inf where nothing is allowed.
 struct Best {
     int32_t token;
     float normaliser;
@@ -59,6 +59,27 @@ inline void allow_scores(float* scores, int count, const uint32_t* bits) {
     if (i < count) allow_sixteen(scores + i, (count - i) * sizeof(float), word(i));
 }
 
+// Whether there is a score that is not a number, or +inf.
+inline bool is_broken(const float* scores, int count) {
+    F16 most = splat(kMost);
+    unsigned fine = 0xffff;
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) fine &= at_most(load(scores + i), most);
+    bool found = fine != 0xffff;
+    for (; i < count; i++) found |= !(scores[i] <= kMost);
+    return found;
+}
+
+// The first place of a row's largest score.
+inline int first_of(const float* scores, int count, float most) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        unsigned there = at_most(splat(most), load(scores + i));
+        if (there != 0) return i + __builtin_ctz(there);
+    }
+    return static_cast<int>(std::find(scores + i, scores + count, most) - scores);
+}
+
 inline float largest_score(const float* scores, int count) {
     F16 most = splat(kNever);
     int i = 0;
@@ -76,8 +97,17 @@ inline Best best_score(const float* scores, int count) {
     for (; i + kLanes <= count; i += kLanes) sums = add(sums, exp(sub(load(scores + i), shift)));
     float total = sum(sums);
     for (; i < count; i++) total += exp(scores[i] - most);
-    int token = static_cast<int>(std::find(scores, scores + count, most) - scores);
-    return {token, most + std::log(total)};
+    return {first_of(scores, count, most), most + std::log(total)};
+}
+
+// The best of a row of which all is allowed that is a number, and its log-probability, which is not a number where some
+// score was not, or was +inf.
+inline int32_t likeliest_score(float* scores, int count, float& logprob) {
+    bool spoils = is_broken(scores, count);
+    allow_scores(scores, count, nullptr);
+    Best found = best_score(scores, count);
+    logprob = spoils ? std::numeric_limits<float>::quiet_NaN() : scores[found.token] - found.normaliser;
+    return found.token;
 }
 
 // Tokens by a key that is not negative, smallest first, ties by token: the order in which a warp keeps them.
@@ -91,12 +121,8 @@ class Ranking {
         double before = 0.0;
         int last = 0;
         while (last < kBuckets - 1 && !(before + weight_[last] >= enough)) before += weight_[last++];
-        tied_.clear();
-        for (int i = 0; i < count; i++) {
-            int bucket = bucket_of(keys[i]);
-            if (bucket == last) tied_.push_back(i);
-            if (bucket > last) scores[i] = kNever;
-        }
+        if (last == kBuckets - 1) return;  // all weigh less than enough, by rounding
+        drop_behind(scores, keys, count, last);
         std::sort(tied_.begin(), tied_.end(), [keys](int32_t a, int32_t b) {
             return keys[a] != keys[b] ? keys[a] < keys[b] : a < b;
         });
@@ -114,6 +140,34 @@ class Ranking {
   private:
     // Sixteen buckets for each power of two: the order of the bits of a number that is not negative is its own.
     static constexpr int kShift = 19, kBuckets = 1 << (31 - kShift);
+
+    // Drop the tokens of buckets behind one, and note those in it.
+    void drop_behind(float* scores, const float* keys, int count, int bucket) {
+        const float first = least_of(bucket), limit = least_of(bucket + 1);
+        tied_.clear();
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) {
+            V16 lanes, kept;
+            std::memcpy(&lanes, keys + i, sizeof lanes);
+            std::memcpy(&kept, scores + i, sizeof kept);
+            kept = lanes >= limit ? V16{} + kNever : kept;
+            std::memcpy(scores + i, &kept, sizeof kept);
+            unsigned tied = at_most(splat(first), load(keys + i)) & ~at_most(splat(limit), load(keys + i));
+            for (; tied != 0; tied &= tied - 1) tied_.push_back(i + __builtin_ctz(tied));
+        }
+        for (; i < count; i++) {
+            if (keys[i] >= limit) scores[i] = kNever;
+            else if (keys[i] >= first) tied_.push_back(i);
+        }
+    }
+
+    // The smallest key of a bucket.
+    static float least_of(int bucket) {
+        uint32_t bits = static_cast<uint32_t>(bucket) << kShift;
+        float key;
+        std::memcpy(&key, &bits, sizeof key);
+        return key;
+    }
 
     static int bucket_of(float key) {
         uint32_t bits;
