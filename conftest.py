@@ -32,12 +32,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files that take longest, in this order: begun last they would run while other processes have nothing left to do.
 LONGEST = (
     # of the packages
-    "supervisor/test_supervisor.py",
     "tests/test_main.py",
+    "supervisor/test_supervisor.py",
+    "layers/test_experts_triton.py",
+    "supervisor/test_router_process.py",
+    "up/test_up.py",
+    "tests/test_gpu_benchmark.py",
+    "models/test_recorded_adapters.py",
+    "perplexity/test_command.py",
     "config/test_upgrade.py",
     "cpu/test_families.py",
     "tests/test_gpu_compiled.py",
-    "tests/test_gpu_benchmark.py",
     "transformers_fallback/test_fallback.py",
     "executor/test_async_executor.py",
     # of the whole system
@@ -51,11 +56,91 @@ LONGEST = (
     "integration-tests/test_logprobs.py",
 )
 
+# Tests that take long, by file, and the cases of them that run in every suite. The others are marked slow: what they
+# differ by is covered by these, or by other tests.
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "launcher/tests/up/test_up.py": {
+        "test_a_keeper_of_another_version_is_replaced": ("False-False", "True-True"),
+        "test_router_and_keeper_are_adopted_and_what_has_died_is_started_again": ("both", "keeper"),
+    },
+    "llm/tests/test_beam_search.py": {
+        "test_beams_are_those_of_transformers": ("2-1.0-False", "2-2.0-never", "4-0.0-True", "4-2.0-False"),
+    },
+    "model_server/tests/layers/test_experts_triton.py": {
+        "test_logits_of_the_reference_also_where_steps_are_replayed": ("qwen3_moe",),
+        "test_the_experts_of_each_token": tuple(map(str, range(10))),
+        "test_tiles_of_every_shape": ("16", "128"),
+    },
+    "model_server/tests/sampling/test_strategies.py": {
+        "test_b6_draws_come_from_the_distribution_of_the_definition": ("mirostat 1", "tail-free"),
+    },
+    "model_server/tests/speculation/test_distribution.py": {
+        "test_pairs_of_tokens_have_the_distribution_of_the_target": ("sampler0",),
+    },
+    "model_server/tests/speculation/test_texts.py": {
+        "test_a_hundred_texts_are_those_without_drafts": ("fused-True", "torch-False", "hybrid-True"),
+    },
+    "model_server/tests/test_gpu_benchmark.py": {"test_a_rehearsal_without_vllm_skips_it": ("not there",)},
+    "router/tests/engine/test_step_pipeline.py": {
+        "test_tokens_are_the_same_however_late_the_answers": (
+            "2-unchunked-single tokens-1",
+            "2-chunked-forced spans-2",
+            "3-unchunked-single tokens-2",
+            "3-chunked-forced spans-1",
+            "3-unchunked-forced spans-2",
+        ),
+    },
+    "router/tests/media/test_processors.py": {
+        "test_tiles_and_tokens_are_those_of_transformers": (
+            "idefics3",
+            "llava-clip",
+            "llava-next",
+            "llava-pixtral",
+            "gemma3",
+            "gemma4",
+            "internvl",
+            "llama4",
+            "mistral3",
+            "onevision",
+            "qwen2-vl",
+        ),
+    },
+    "router/tests/scheduler/test_scheduler_properties.py": {
+        "test_speculating_sequences_share_a_small_pool": ("10-12", "14-0", "24-12"),
+    },
+    "router/tests/test_main.py": {
+        "test_a5_browsers_are_kept_out_where_only_this_machine_is_let_in": ("loopback without a key", "every address"),
+    },
+}
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files that take longest first; the others as they come."""
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark variants as slow. Run the files that take longest first; the others as they come."""
+    _mark_variants(config, items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(LONGEST)))
+
+
+def _mark_variants(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what `VARIANTS` does not keep.
+
+    Raises:
+        pytest.UsageError: a case that is to run is none of its test's.
+    """
+    cases: dict[tuple[str, str], dict[str, pytest.Item]] = {}
+    for item in items:
+        path = item.path.relative_to(config.rootpath).as_posix()
+        name, _, case = item.name.partition("[")
+        if name in VARIANTS.get(path, {}):
+            cases.setdefault((path, name), {})[case.removesuffix("]")] = item
+    is_whole = not any("::" in argument for argument in config.args)
+    for (path, name), found in cases.items():
+        kept = VARIANTS[path][name]
+        if unknown := [case for case in kept if case not in found] if is_whole else []:
+            raise pytest.UsageError(f"VARIANTS: {path}::{name} has no case {', '.join(unknown)}")
+        for case, item in found.items():
+            if case not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

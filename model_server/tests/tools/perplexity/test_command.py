@@ -324,13 +324,17 @@ BYTES_OF_GROUPS = {
 }
 
 
-def test_groups_with_zeros_predict_as_well_as_they_should(demo_model: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("a16w8", "a16w8_g-1"), pytest.param(tuple(BYTES_OF_GROUPS), marks=pytest.mark.slow)], ids=len
+)
+def test_groups_with_zeros_predict_as_well_as_they_should(demo_model: Path, names: tuple[str, ...]) -> None:
     """8 bits within 1 % of float32, 4 bits in groups of 64 within 40 %; memory is that of the formula."""
     if "avx2" not in cpu_flags():
         pytest.skip("the fused step needs AVX2")
-    tiers = Tiers(",".join(["float32", *BYTES_OF_GROUPS]))
+    tiers = Tiers(",".join(["float32", *names]))
     rows = {row["name"]: row for row in measured(demo_model, str(BLOCKS), tiers=tiers)["results"]}
-    for name, row_bytes in BYTES_OF_GROUPS.items():
+    for name in names:
+        row_bytes = BYTES_OF_GROUPS[name]
         assert abs(rows[name]["perplexity_ratio"] - 1) < (0.01 if "w8" in name else 0.4), name
         layer = (576 + 2 * 192 + 576 + 2 * 1536) * row_bytes[576] + 576 * row_bytes[1536]
         table, norms = 49152 * (576 // 32 * 34), 61 * 576 * 4
@@ -338,13 +342,18 @@ def test_groups_with_zeros_predict_as_well_as_they_should(demo_model: Path) -> N
     assert rows["a16w8"]["kl_mean"] < rows["a16w8_g-1"]["kl_mean"] < 0.01
 
 
-def test_fewer_bits_predict_worse(demo_model: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [("q8", "q3h", "q3"), pytest.param(("q8", "q6", "q5", "q3h", "q3"), marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_fewer_bits_predict_worse(demo_model: Path, names: tuple[str, ...]) -> None:
     """Of formats that its weights are on no grid of; at 4 bits 11 levels in 3.5 bits are better than 8 levels in 3."""
     if "avx2" not in cpu_flags():
         pytest.skip("the fused step needs AVX2")
-    names = ["float32", "q8", "q6", "q5", "q3h", "q3"]
-    rows = measured(demo_model, str(BLOCKS), tiers=Tiers(",".join(names)), max_text_tokens=300)["results"]
-    assert [row["name"] for row in rows] == names
+    tiers = Tiers(",".join(["float32", *names]))
+    rows = measured(demo_model, str(BLOCKS), tiers=tiers, max_text_tokens=300)["results"]
+    assert [row["name"] for row in rows] == ["float32", *names]
     errors = [row["kl_mean"] for row in rows[1:]]
     assert errors == sorted(errors)
     values = [row["perplexity"] for row in rows]
