@@ -171,6 +171,16 @@ def test_a_child_of_a_launcher_that_has_ended_before_ends(spawn: Any, name: str)
     assert spawn(CHILD, first.pid, name).wait(20) == -signal.SIGTERM
 
 
+def test_a_child_of_a_launcher_that_has_ended_before_ends_where_the_next_one_does_not_name_it(
+    spawn: Any, name: str
+) -> None:
+    first, second = launcher(spawn), launcher(spawn)
+    first.kill()
+    first.wait()
+    write(name, content(second.pid, 3600, os.getpid()))
+    assert spawn(CHILD, first.pid, name).wait(20) == -signal.SIGTERM
+
+
 def test_without_a_file_a_process_ends_with_its_parent(spawn: Any) -> None:
     assert not is_launcher_gone(None, None)
     assert not is_launcher_gone(os.getppid(), None)

@@ -403,7 +403,7 @@ async def test_what_was_kept_for_long_is_sent_in_bodies_that_the_control_plane_t
     plane: Plane, charges: Charges
 ) -> None:
     """The control plane refuses a larger body with 413 each time it comes, and all charges with it."""
-    count = 120_000  # of 20 minutes, by 100 requests a second
+    count = 2 * module.MAX_SETTLEMENTS + 1  # of five minutes, by 100 requests a second
     for number in range(count):
         charges.settle(settled(f"{'a' * 24}-{number:024}"), is_reserved=False)
     async with running(charges):

@@ -134,11 +134,8 @@ def remove_deployment_file(name: str) -> None:
 
 
 def _follow(parent: int, name: str) -> None:
-    content = read(name)
     started = start_of(parent)
-    launcher: Mapping[str, Any] | None = None if started is None else {"pid": parent, "started": started}
-    if launcher is None and content is not None:
-        launcher = content["launcher"]
+    launcher = _next_launcher(name) if started is None else {"pid": parent, "started": started}
     while launcher is not None:
         _wait_for_end(launcher)
         launcher = _next_launcher(name)
