@@ -78,6 +78,7 @@ class SamplingState:
     strategy: StrategyState | None = None
     edits_scores: bool = field(init=False)
     is_sampled: bool = field(init=False)
+    takes_likeliest: bool = field(init=False)  # without rules the best of the model's own scores, and no other is told
     wants_raw: bool = field(init=False)
     follows_tokens: bool = field(init=False)
     has_mu: bool = field(init=False)  # mirostat's
@@ -93,6 +94,7 @@ class SamplingState:
         remembers = strategy is not None and strategy.follows_tokens
         self.edits_scores = params.edits_scores or strategy is not None
         self.is_sampled = params.is_sampled
+        self.takes_likeliest = not (self.edits_scores or self.is_sampled or self.top_n)
         self.wants_raw = params.raw_logprobs and params.changes_scores
         self.follows_tokens = params.is_masked or params.watermark or remembers
         self.has_mu = strategy is not None and strategy.mu is not None
@@ -153,12 +155,6 @@ class SamplingState:
                 for token_id in token_ids:
                     if not counter[token_id]:
                         del counter[token_id]
-
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether, without masks, its next token is the best of the model's own scores, and no other is told."""
-        is_greedy = not (self.edits_scores or self.is_sampled or self.top_n)
-        return is_greedy and self.first_timestamp is None
 
     @property
     def mu(self) -> float:
@@ -246,7 +242,7 @@ def sample(
         masks: tokens that grammars allow, of rows that have one.
         maths: what does the heavy part.
     """
-    if masks is None and all([state.takes_likeliest for state in states]):
+    if masks is None and all([state.takes_likeliest and state.first_timestamp is None for state in states]):
         return list(map(SampledToken, *maths.likeliest(logits)))
     is_broken = are_broken(logits)
     raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if state.wants_raw}
