@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <vector>
 
 #include "vector.h"
@@ -89,12 +88,18 @@ inline float largest_score(const float* scores, int count) {
     return found;
 }
 
+constexpr float kNothing = 87.5f;  // `exp` of its negative is 0
+
 inline Best best_score(const float* scores, int count) {
     float most = largest_score(scores, count);
     if (most == kNever) return {0, kNever};
-    F16 sums = splat(0.0f), shift = splat(most);
+    const F16 shift = splat(most), least = splat(most - kNothing);
+    F16 sums = splat(0.0f);
     int i = 0;
-    for (; i + kLanes <= count; i += kLanes) sums = add(sums, exp(sub(load(scores + i), shift)));
+    for (; i + kLanes <= count; i += kLanes) {
+        F16 row = load(scores + i);
+        if (at_most(least, row) != 0) sums = add(sums, exp(sub(row, shift)));
+    }
     float total = sum(sums);
     for (; i < count; i++) total += exp(scores[i] - most);
     return {first_of(scores, count, most), most + std::log(total)};
@@ -116,8 +121,7 @@ class Ranking {
     // Drop what comes after the first tokens that together weigh `enough`, which is more than nothing, but with
     // `keeps_ties` not what has the last one's key.
     void keep(float* scores, const float* keys, const float* weights, int count, double enough, bool keeps_ties) {
-        std::fill(std::begin(weight_), std::end(weight_), 0.0);
-        for (int i = 0; i < count; i++) weight_[bucket_of(keys[i])] += weights == nullptr ? 1.0 : weights[i];
+        weigh_buckets(keys, weights, count, enough);
         double before = 0.0;
         int last = 0;
         while (last < kBuckets - 1 && !(before + weight_[last] >= enough)) before += weight_[last++];
@@ -140,6 +144,37 @@ class Ranking {
   private:
     // Sixteen buckets for each power of two: the order of the bits of a number that is not negative is its own.
     static constexpr int kShift = 19, kBuckets = 1 << (31 - kShift);
+    static constexpr float kNear = 8.0f;  // where a bucket begins
+
+    // Add up what the tokens of each bucket weigh: of the near ones alone where these weigh more than enough, as they do
+    // in most rows, of which they are few.
+    void weigh_buckets(const float* keys, const float* weights, int count, double enough) {
+        std::fill(std::begin(weight_), std::end(weight_), 0.0);
+        const int whole = count - count % kLanes;
+        const bool near_will_do = weight_of_near(keys, weights, whole) > enough * 1.001;
+        const F16 limit = splat(kNear);
+        for (int i = 0; near_will_do && i < whole; i += kLanes) {
+            unsigned near = ~at_most(limit, load(keys + i)) & 0xffff;
+            for (; near != 0; near &= near - 1) weigh_one(keys, weights, i + __builtin_ctz(near));
+        }
+        for (int i = near_will_do ? whole : 0; i < count; i++) weigh_one(keys, weights, i);
+    }
+
+    void weigh_one(const float* keys, const float* weights, int i) {
+        weight_[bucket_of(keys[i])] += weights == nullptr ? 1.0 : weights[i];
+    }
+
+    // What the tokens of keys below `kNear` weigh together, to three digits.
+    static float weight_of_near(const float* keys, const float* weights, int count) {
+        V16 sums = {};
+        for (int i = 0; i < count; i += kLanes) {
+            V16 lanes, each = V16{} + 1.0f;
+            std::memcpy(&lanes, keys + i, sizeof lanes);
+            if (weights != nullptr) std::memcpy(&each, weights + i, sizeof each);
+            sums += lanes < kNear ? each : V16{};
+        }
+        return sum(sixteen(sums));
+    }
 
     // Drop the tokens of buckets behind one, and note those in it.
     void drop_behind(float* scores, const float* keys, int count, int bucket) {
@@ -192,7 +227,10 @@ class Warper {
     void run(float* scores, int count, const Warp& warp) {
         float most = largest_score(scores, count);
         if (most == kNever) return;
-        for (int i = 0; i < count; i++) scores[i] = (scores[i] - most) / warp.temperature;
+        const F16 shift = splat(most), temperature = splat(warp.temperature);
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(scores + i, div(sub(load(scores + i), shift), temperature));
+        for (; i < count; i++) scores[i] = (scores[i] - most) / warp.temperature;
         if (warp.top_k > 0 && warp.top_k < count) {
             rank_by_score(scores, count);
             ranking_.keep(scores, keys_.data(), nullptr, count, warp.top_k, true);
@@ -214,7 +252,9 @@ class Warper {
 
   private:
     void rank_by_score(const float* scores, int count) {
-        for (int i = 0; i < count; i++) keys_[i] = 0.0f - scores[i];
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(keys_.data() + i, sub(splat(0.0f), load(scores + i)));
+        for (; i < count; i++) keys_[i] = 0.0f - scores[i];
     }
 
     // Distance of each token's surprise from the mean, which is the entropy.
@@ -229,7 +269,12 @@ class Warper {
         int i = 0;
         for (; i + kLanes <= count; i += kLanes) store(weights_.data() + i, exp(load(scores + i)));
         for (; i < count; i++) weights_[i] = exp(scores[i]);
-        return std::accumulate(weights_.begin(), weights_.begin() + count, 0.0);
+        double totals[4] = {};  // one addition would wait for another
+        for (i = 0; i + 4 <= count; i += 4) {
+            for (int k = 0; k < 4; k++) totals[k] += weights_[i + k];
+        }
+        for (; i < count; i++) totals[0] += weights_[i];
+        return (totals[0] + totals[1]) + (totals[2] + totals[3]);
     }
 
     std::vector<float> keys_, weights_;
@@ -249,14 +294,16 @@ inline U16 mixed(U16 tokens, uint32_t first, uint32_t second) {
 // uniform number is small enough, by a bound, is the noise itself computed.
 inline int32_t draw_score(const float* scores, int count, uint64_t key) {
     constexpr float kLargest = 1.0f - 1.0f / (1 << 24), kSlack = 1.001f;
+    constexpr float kFar = 22.25f;  // so far behind the best sum the least uniform number is too large
     float best = kNever;
     int32_t chosen = 0;
     U16 tokens = kLaneNumbers;
     for (int i = 0; i < count; i += kLanes, tokens += kLanes) {
+        F16 row = load(scores + i, std::min(kLanes, count - i));
+        if (at_most(splat(best - kFar), row) == 0) continue;
         U16 x = mixed(tokens, static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key));
         V16 uniforms = (__builtin_convertvector((I16)x, V16) + 0.5f) * 0x1p-31f;
         uniforms = uniforms > kLargest ? V16{} + kLargest : uniforms;
-        F16 row = load(scores + i, std::min(kLanes, count - i));
         F16 bounds = mul(exp(sub(row, splat(best))), splat(kSlack));  // not a number where both are -inf
         unsigned left = best == kNever ? 0xffff : at_most(sixteen(uniforms), bounds);
         for (; left != 0; left &= left - 1) {
