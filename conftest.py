@@ -47,18 +47,42 @@ LONGEST = (
     "executor/test_async_executor.py",
     # of the whole system
     "integration-tests/test_wheel.py",
-    "integration-tests/test_equality.py",
-    "integration-tests/test_lifecycle.py",
-    "integration-tests/test_bad_input.py",
-    "integration-tests/test_install.py",
     "integration-tests/test_schemathesis.py",
+    "integration-tests/test_fleet_lifecycle.py",
+    "media/test_hostile.py",
+    "integration-tests/test_bad_input.py",
+    "media/test_images.py",
+    "integration-tests/test_disk_tier.py",
+    "integration-tests/test_damaged_caches.py",
+    "integration-tests/test_lifecycle.py",
+    "integration-tests/test_equality.py",
+    "integration-tests/test_fleet.py",
+    "integration-tests/test_users.py",
+    "media/test_voices.py",
+    "media/test_transcription.py",
+    "machines/test_workers.py",
+    "takeover/test_killed.py",
+    "integration-tests/test_guard.py",
+    "integration-tests/test_install.py",
     "integration-tests/test_contract_shards.py",
-    "integration-tests/test_logprobs.py",
 )
 
 # Tests that take long, by file, and the cases of them that run in every suite. The others are marked slow: what they
 # differ by is covered by these, or by other tests.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "integration-tests/media/test_images.py": {"test_answers_equal_transformers": ("idefics3", "llava", "qwen3_vl")},
+    "integration-tests/media/test_voices.py": {"test_answers_equal_transformers": ("gemma4", "voxtral")},
+    "integration-tests/test_beam_search.py": {
+        "test_beam_search_is_that_of_transformers_in_company_preempted_and_after_a_crash": ("2",),
+    },
+    "integration-tests/test_disk_tier.py": {"test_a_restart_and_damage_change_no_text": ("2",)},
+    "integration-tests/test_equality.py": {"test_greedy_tokens_equal_transformers": ("1", "3")},
+    "integration-tests/test_speculation.py": {
+        "test_texts_are_those_without_drafts": ("tiny_model-flags0", "hybrid-flags3")
+    },
+    "integration-tests/test_strategies.py": {
+        "test_b6_strategies_give_the_same_tokens_in_company_preempted_and_after_a_crash": ("2",),
+    },
     "launcher/tests/up/test_up.py": {
         "test_a_keeper_of_another_version_is_replaced": ("False-False", "True-True"),
         "test_router_and_keeper_are_adopted_and_what_has_died_is_started_again": ("both", "keeper"),

@@ -144,9 +144,9 @@ def test_what_cannot_be_is_told_in_one_line(tiny_model: Path, tmp_path: Path) ->
 
 
 def test_a_prefix_of_900_tokens_is_found_in_both_tiers(
-    demo_model: Path, tmp_path: Path, figures: dict[str, object]
+    demo_model: Path, tmp_path: Path, figures: dict[str, object], is_full: bool
 ) -> None:
-    """Row D11: tokens reported, time to first token, expiry, the same text with the cache on and off."""
+    """Row D11: tokens reported, time to first token, the same text with the cache on and off; with --full expiry."""
     story = "The cat sat on the mat and the dog lay on the log. " * 69  # some 900 tokens
 
     def first_token(prompt: str) -> float:
@@ -172,9 +172,24 @@ def test_a_prefix_of_900_tokens_is_found_in_both_tiers(
         ratio = statistics.median(hits) / statistics.median(misses)
         figures["D11 time to first token, 900-token prefix on disk, hit / miss"] = round(ratio, 3)
         assert ratio < 0.4
+        if not is_full:
+            return
         time.sleep(max(0.0, begin + 31 - time.monotonic()))
         text, usage = complete(server, story + asks[0])
         assert (text, usage["prompt_tokens_details"]["cached_tokens"]) == (plain[0], 0)
+        assert server.metrics()["funitel_prefix_cache_expired_blocks_total"] > 50
+
+
+def test_a_prefix_that_was_not_used_expires_in_both_tiers(
+    tiny_model: Path, tmp_path: Path, expected: list[str]
+) -> None:
+    flags = ("--max-batch-total-tokens", "512", "--kv-disk-gb", GB, "--kv-disk-dir", str(tmp_path / "kv"))
+    with server_of(tiny_model, tmp_path / "server", *TINY, *flags, "--prefix-cache-ttl", "2") as server:
+        assert texts(server) == expected
+        assert complete(server, PROMPTS[-1])[1]["prompt_tokens_details"]["cached_tokens"] > 0
+        time.sleep(3)
+        text, usage = complete(server, PROMPTS[-1])
+        assert (text, usage["prompt_tokens_details"]["cached_tokens"]) == (expected[-1], 0)
         assert server.metrics()["funitel_prefix_cache_expired_blocks_total"] > 50
 
 

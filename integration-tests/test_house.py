@@ -38,11 +38,13 @@ def of(**texts: str) -> Any:
     return house.House(modules, NO_EXCEPTIONS | {"names": {"forbidden": ["door"]}}, {"parts": {}, "walks": {}}, "")
 
 
+@pytest.mark.slow  # `make check` runs them
 @pytest.mark.parametrize("rule", house.RULES)
 def test_the_rules_hold(rule: Callable[[Any], Any]) -> None:
     assert rule(HOUSE).problems == []
 
 
+@pytest.mark.slow  # `make check` runs it
 def test_imports_point_along_the_arrows() -> None:
     program = Path(sys.executable).with_name("lint-imports")
     run = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)

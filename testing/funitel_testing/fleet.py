@@ -22,9 +22,11 @@ class Fleet(Server):
         state: the folder of its state.
     """
 
-    def __init__(self, folder: Path, *flags: str, port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, port: int | None = None, environ: dict[str, str] | None = None
+    ) -> None:
         self.state = folder / "state"
-        super().__init__(folder, *flags, "--state-dir", str(self.state), command=("up",), port=port)
+        super().__init__(folder, *flags, "--state-dir", str(self.state), command=("up",), port=port, environ=environ)
 
     def __enter__(self) -> Self:
         self.wait_ready()

@@ -63,7 +63,8 @@ class Plane:
 @contextmanager
 def users_fleet(folder: Path, model: Path, name: str, *flags: str) -> Iterator[Plane]:
     """A server with `--users`, one model and the admin `root`; its log has no traceback at the end."""
-    with Fleet(folder, "--hostname", "127.0.0.1", "--users", *flags) as fleet:
+    offline = {"HF_HUB_OFFLINE": "1"}  # a hub that does not answer is tried for seconds
+    with Fleet(folder, "--hostname", "127.0.0.1", "--users", *flags, environ=offline) as fleet:
         plane = Plane(fleet)
         plane.ask(
             "POST", "/v1/models", {"model": str(model), "name": name, "settings": {"max_batch_total_tokens": 32768}}
