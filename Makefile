@@ -20,7 +20,7 @@ write_pages = for page in settings routes metrics modules examples; do $(BIN)/py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean pictures ladder
+.PHONY: help setup serve test unit system timed clients mutants faults container console check lock lowest serving triton library fmt proto pages docs itest bench guard peers families fuzz wheel clean pictures ladder
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -87,6 +87,9 @@ lowest: ## tests of what uses libraries, with the lowest release of each that py
 
 triton: setup # what tests of GPU kernels interpret; 0.3 GB that serving on a CPU does without
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps "triton>=3.3" || echo "no triton for this machine: its tests are skipped"
+
+library: setup # the CPU step in the cache; beside tests the compiler would take a multiple of the time, and they would wait for it
+	@PYTHONPATH=testing $(BIN)/python -c "from funitel.model_server.cpu.build import build; from funitel_testing.cache import usual_cache; print(build(usual_cache()))"
 
 fmt: setup ## format and sort imports
 	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
