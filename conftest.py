@@ -70,13 +70,27 @@ LONGEST = (
 # Tests that take long, by file, and the cases of them that run in every suite. The others are marked slow: what they
 # differ by is covered by these, or by other tests.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "integration-tests/media/test_images.py": {"test_answers_equal_transformers": ("idefics3", "llava", "qwen3_vl")},
+    "integration-tests/media/test_images.py": {
+        "test_answers_equal_transformers": ("idefics3", "llava", "qwen3_vl"),
+        "test_on_two_ranks_in_small_chunks": ("gemma3",),
+    },
     "integration-tests/media/test_voices.py": {"test_answers_equal_transformers": ("gemma4", "voxtral")},
+    "integration-tests/takeover/test_other_version.py": {"test_a_router_finishes_and_another_one_follows": ("True",)},
+    "integration-tests/test_bad_input.py": {
+        "test_a_spoiled_folder": ("no config", "cut header", "broken tokenizer config", "config lacks sizes"),
+        "test_a_spoiled_quantised_folder": ("unknown method", "another group"),
+    },
     "integration-tests/test_beam_search.py": {
         "test_beam_search_is_that_of_transformers_in_company_preempted_and_after_a_crash": ("2",),
     },
     "integration-tests/test_disk_tier.py": {"test_a_restart_and_damage_change_no_text": ("2",)},
-    "integration-tests/test_equality.py": {"test_greedy_tokens_equal_transformers": ("1", "3")},
+    "integration-tests/test_equality.py": {"test_greedy_tokens_equal_transformers": ("1",)},
+    "integration-tests/test_held_rows.py": {
+        "test_a_router_with_other_settings_waits_for_no_rank": ("tensor parallel",),
+        "test_tokens_are_those_of_an_undisturbed_run": ("stages",),
+    },
+    "integration-tests/test_logprobs.py": {"test_logprobs_equal_transformers": ("2",)},
+    "integration-tests/test_quantised.py": {"test_a_gptq_folder_is_served": ("2-flags1",)},
     "integration-tests/test_speculation.py": {
         "test_texts_are_those_without_drafts": ("tiny_model-flags0", "hybrid-flags3")
     },

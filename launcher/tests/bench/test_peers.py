@@ -191,7 +191,7 @@ def figures(rate: float, tpot: float, ttft: list[float], memory: float = 100.0) 
         "tpot_ms_p50": tpot,
         "ttft_ms_p50": sorted(ttft)[len(ttft) // 2],
         "ttft_ms": ttft,
-        "resident_mib": memory,
+        "proportional_mib": memory,
         "client_cpu_share": 0.031,
     }
 
