@@ -65,6 +65,7 @@ WARPS: tuple[dict[str, Any], ...] = (
     {"typical_p": 0.4},
     {"temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.01, "typical_p": 0.9},
     {"temperature": 1e-30, "top_p": 0.5},
+    {"temperature": 0.05, "top_k": 5000},  # most of what is kept is far behind the best
 )
 
 
