@@ -94,9 +94,10 @@ async def one_long_prompt(
     pairs = list(zip(answer.instants, answer.gaps, strict=False))
     usual = statistics.median(gap for at, gap in pairs if at < begin)
     longest = max(gap for at, gap in pairs if begin <= at < end)
-    steps = after["funitel_steps_total"] - before["funitel_steps_total"]
-    forwards = after['funitel_forwards_total{rank="0"}'] - before['funitel_forwards_total{rank="0"}']
-    rows = after["funitel_forward_rows_sum"] - before["funitel_forward_rows_sum"]
+    names = ("steps_total", 'forwards_total{rank="0"}', "forward_rows_sum", "forward_tokens_total")
+    steps, forwards, rows, tokens = (after[f"funitel_{name}"] - before[f"funitel_{name}"] for name in names)
+    of_prompt = after["tgi_request_input_length_sum"] - before["tgi_request_input_length_sum"]
     assert forwards == steps
-    assert rows > 1.8 * steps, "prompt and stream did not share their steps"
+    assert tokens - of_prompt == steps, "the stream did not have a token of every step"
+    assert rows - steps > 3, "the prompt was not computed in chunks"  # rows that are not the stream's
     return longest / max(usual, LEAST_USUAL), usual, longest, end - begin
