@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -399,17 +399,23 @@ async def test_requests_without_a_limit_of_a_month_are_kept_while_the_control_pl
     assert len({each["id"] for each in plane.settled}) == 5000
 
 
-async def test_what_was_kept_for_long_is_sent_in_bodies_that_the_control_plane_takes(
+async def test_what_was_kept_for_long_is_sent_in_batches_that_hold_up_no_stream_for_long(
     plane: Plane, charges: Charges
 ) -> None:
     """The control plane refuses a larger body with 413 each time it comes, and all charges with it."""
-    count = 2 * module.MAX_SETTLEMENTS + 1  # of five minutes, by 100 requests a second
+    count = 9 * 1024 + 1  # of a minute and a half, by 100 requests a second
     for number in range(count):
         charges.settle(settled(f"{'a' * 24}-{number:024}"), is_reserved=False)
     async with running(charges):
         await until(lambda: len(plane.settled) == count, "settled")
-    sizes = [len(json.dumps(each)) for each in plane.batches]
-    assert max(sizes) <= MAX_BODY_BYTES
+    assert max(len(json.dumps(each)) for each in plane.batches) <= MAX_BODY_BYTES
+    assert [len(each["settlements"]) for each in plane.batches] == [1024] * 9 + [1]  # each is 5 to 20 ms of the loop
+
+
+def test_what_is_sent_is_all_that_a_record_holds() -> None:
+    reservation = QuotaReservation(id="a", at=1.5, user="ann", key=1, model="m", tokens=7, cost=0.5)
+    assert module._objects(module._RESERVATION, [reservation]) == [asdict(reservation)]
+    assert module._objects(module._SETTLEMENT, [settled("a")]) == [asdict(settled("a"))]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -7,7 +7,10 @@ reservation is on the disk. What others have used is kept here for a second, and
 import asyncio
 import logging
 import secrets
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,8 +24,9 @@ TARGET = "/v1/fleet/charges"
 USAGE_SECONDS = 1.0  # that usage is kept before it is sent
 RETRY_SECONDS = 0.5
 ANSWER_SECONDS = 5.0  # that the control plane may take to write a batch
-MAX_RESERVATIONS = 1024  # of one batch
-MAX_SETTLEMENTS = 16_384  # of one batch: 3 MB of the 16 MiB that the control plane takes
+# Of one batch. To lay it out and to encode it holds up all streams, by about 5 us for each.
+MAX_RESERVATIONS = 1024
+MAX_SETTLEMENTS = 1024
 _ID_BYTES = 12
 
 
@@ -43,6 +47,10 @@ class _Answer(BaseModel):
     """What the control plane says of the reservations of a batch, in their order."""
 
     refusals: tuple[_Refusal | None, ...]
+
+
+_RESERVATION = tuple(each.name for each in fields(QuotaReservation))
+_SETTLEMENT = tuple(each.name for each in fields(Settlement))
 
 
 class Charges:
@@ -119,8 +127,8 @@ class Charges:
         content = {
             "router": self._router,
             "number": self._number,
-            "reservations": [asdict(each.reservation) for each in taken],
-            "settlements": [asdict(each) for each in self._sending],
+            "reservations": _objects(_RESERVATION, (each.reservation for each in taken)),
+            "settlements": _objects(_SETTLEMENT, self._sending),
         }
         try:
             answer = await self._told(content)
@@ -160,6 +168,12 @@ class Charges:
             if not each.answered.done():
                 each.answered.set_exception(error)
             self._settled.append(each.reservation.unused())
+
+
+def _objects(names: tuple[str, ...], records: Iterable[object]) -> list[dict[str, Any]]:
+    """What `dataclasses.asdict` makes of flat records, in a tenth of its time."""
+    values: Callable[[object], tuple[Any, ...]] = attrgetter(*names)
+    return [dict(zip(names, values(record), strict=True)) for record in records]
 
 
 def _refusals(content: bytes, count: int) -> tuple[_Refusal | None, ...]:
