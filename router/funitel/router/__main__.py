@@ -50,8 +50,7 @@ def _is_local(settings: RouterSettings, addresses: Iterable[str]) -> bool:
 
 def collect_garbage_rarely() -> None:
     """Exempt what is imported by now from garbage collection, and collect the rest seldom."""
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # with the few objects that imports left as garbage: to look for them takes longer than to keep them
     gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 

@@ -2,19 +2,19 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import is_none
+from funitel.router.api.common.schema_base import ApiModel, ApiRootModel, is_none
 
 
-class TextContent(BaseModel):
+class TextContent(ApiModel):
     """Text of the answer."""
 
     type: Literal["text"] = "text"
     text: str
 
 
-class ThinkingContent(BaseModel):
+class ThinkingContent(ApiModel):
     """What the model thought before it answered."""
 
     type: Literal["thinking"] = "thinking"
@@ -22,7 +22,7 @@ class ThinkingContent(BaseModel):
     signature: str = Field(description="A digest of the text; nothing checks it.")
 
 
-class ToolUseContent(BaseModel):
+class ToolUseContent(ApiModel):
     """A call of a tool."""
 
     type: Literal["tool_use"] = "tool_use"
@@ -35,13 +35,13 @@ Content = TextContent | ThinkingContent | ToolUseContent
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class MessageTokensDetails(BaseModel):
+class MessageTokensDetails(ApiModel):
     """What the answer's tokens were spent on."""
 
     thinking_tokens: int
 
 
-class MessageUsage(BaseModel):
+class MessageUsage(ApiModel):
     """Tokens of the prompt and of the answer."""
 
     input_tokens: int = Field(description="Of the prompt, those that were computed.")
@@ -51,7 +51,7 @@ class MessageUsage(BaseModel):
     output_tokens_details: MessageTokensDetails | None = Field(default=None, exclude_if=is_none)
 
 
-class MessageAnswer(BaseModel):
+class MessageAnswer(ApiModel):
     """An answer."""
 
     id: str
@@ -64,7 +64,7 @@ class MessageAnswer(BaseModel):
     usage: MessageUsage
 
 
-class TokenCount(BaseModel):
+class TokenCount(ApiModel):
     """Tokens of a prompt."""
 
     input_tokens: int
@@ -73,14 +73,14 @@ class TokenCount(BaseModel):
 # Events of a stream
 
 
-class MessageStart(BaseModel):
+class MessageStart(ApiModel):
     """The answer begins; its content is empty."""
 
     type: Literal["message_start"] = "message_start"
     message: MessageAnswer
 
 
-class ContentBlockStart(BaseModel):
+class ContentBlockStart(ApiModel):
     """A block begins; its text or input is empty."""
 
     type: Literal["content_block_start"] = "content_block_start"
@@ -88,35 +88,35 @@ class ContentBlockStart(BaseModel):
     content_block: Content
 
 
-class TextAddition(BaseModel):
+class TextAddition(ApiModel):
     """More text."""
 
     type: Literal["text_delta"] = "text_delta"
     text: str
 
 
-class ThinkingAddition(BaseModel):
+class ThinkingAddition(ApiModel):
     """More of a thought."""
 
     type: Literal["thinking_delta"] = "thinking_delta"
     thinking: str
 
 
-class SignatureAddition(BaseModel):
+class SignatureAddition(ApiModel):
     """The signature of a thought that is complete."""
 
     type: Literal["signature_delta"] = "signature_delta"
     signature: str
 
 
-class InputAddition(BaseModel):
+class InputAddition(ApiModel):
     """More JSON text of a call's input."""
 
     type: Literal["input_json_delta"] = "input_json_delta"
     partial_json: str
 
 
-class ContentBlockDelta(BaseModel):
+class ContentBlockDelta(ApiModel):
     """More of a block."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
@@ -124,21 +124,21 @@ class ContentBlockDelta(BaseModel):
     delta: TextAddition | ThinkingAddition | SignatureAddition | InputAddition
 
 
-class ContentBlockStop(BaseModel):
+class ContentBlockStop(ApiModel):
     """A block is complete."""
 
     type: Literal["content_block_stop"] = "content_block_stop"
     index: int
 
 
-class MessageEnding(BaseModel):
+class MessageEnding(ApiModel):
     """Why the answer ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessageDelta(BaseModel):
+class MessageDelta(ApiModel):
     """How the answer ended, and what it took."""
 
     type: Literal["message_delta"] = "message_delta"
@@ -146,20 +146,20 @@ class MessageDelta(BaseModel):
     usage: MessageUsage
 
 
-class MessageStop(BaseModel):
+class MessageStop(ApiModel):
     """The answer is complete."""
 
     type: Literal["message_stop"] = "message_stop"
 
 
-class Ping(BaseModel):
+class Ping(ApiModel):
     """Sent while nothing else is."""
 
     type: Literal["ping"] = "ping"
 
 
 class MessageEvent(
-    RootModel[
+    ApiRootModel[
         MessageStart | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop | Ping
     ]
 ):

@@ -2,10 +2,10 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from funitel.router.api.common.field_policy import NOTHING, Unsupported
-from funitel.router.api.common.schema_base import Body, ModelName
+from funitel.router.api.common.schema_base import ApiModel, Body, ModelName
 
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
@@ -83,21 +83,21 @@ class RecognitionRequest(Body):
     parameters: RecognitionParameters | None = None
 
 
-class DurationUsage(BaseModel):
+class DurationUsage(ApiModel):
     """What was heard."""
 
     type: Literal["duration"] = "duration"
     seconds: int = Field(description="Length of the audio, rounded up.")
 
 
-class Transcription(BaseModel):
+class Transcription(ApiModel):
     """The text of a sound."""
 
     text: str
     usage: DurationUsage
 
 
-class TranscriptionSegment(BaseModel):
+class TranscriptionSegment(ApiModel):
     """A part of a transcript, by its timestamps."""
 
     id: int
@@ -112,7 +112,7 @@ class TranscriptionSegment(BaseModel):
     no_speech_prob: float = Field(description="How likely its window is silent.")
 
 
-class VerboseTranscription(BaseModel):
+class VerboseTranscription(ApiModel):
     """The text of a sound, with its language and its segments."""
 
     task: Literal["transcribe", "translate"]
@@ -123,14 +123,14 @@ class VerboseTranscription(BaseModel):
     usage: DurationUsage
 
 
-class TranscriptDelta(BaseModel):
+class TranscriptDelta(ApiModel):
     """Event: more text."""
 
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
     delta: str
 
 
-class TranscriptDone(BaseModel):
+class TranscriptDone(ApiModel):
     """Last event: the whole text."""
 
     type: Literal["transcript.text.done"] = "transcript.text.done"
@@ -138,7 +138,7 @@ class TranscriptDone(BaseModel):
     usage: DurationUsage
 
 
-class TranscriptionEvent(BaseModel):
+class TranscriptionEvent(ApiModel):
     """An event of a streamed transcription: `transcript.text.delta` with `delta`, or last `transcript.text.done`."""
 
     type: Literal["transcript.text.delta", "transcript.text.done"]
@@ -147,14 +147,14 @@ class TranscriptionEvent(BaseModel):
     usage: DurationUsage | None = None
 
 
-class RecognitionChunk(BaseModel):
+class RecognitionChunk(ApiModel):
     """A part of a recognised text."""
 
     text: str
     timestamp: tuple[float, float] = Field(description="Seconds of its beginning and its end.")
 
 
-class Recognition(BaseModel):
+class Recognition(ApiModel):
     """The text of a sound, as Hugging Face's clients read it."""
 
     text: str

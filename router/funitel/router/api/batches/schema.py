@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import Body, Metadata
+from funitel.router.api.common.schema_base import ApiModel, Body, Metadata
 from funitel.router.batch.formats import Endpoint
 from funitel.router.batch.records import BatchStatus, StoredBatch, StoredFile
 
@@ -14,7 +14,7 @@ MAX_FILES_LISTED = 10_000
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class ListFilesQuery(BaseModel):
+class ListFilesQuery(ApiModel):
     """Which files are listed."""
 
     purpose: str | None = Field(default=None, max_length=64)
@@ -23,7 +23,7 @@ class ListFilesQuery(BaseModel):
     after: Id | None = Field(default=None, description="Id of the file after which the page begins.")
 
 
-class FileObject(BaseModel):
+class FileObject(ApiModel):
     """A file."""
 
     id: str
@@ -46,7 +46,7 @@ class FileObject(BaseModel):
         )
 
 
-class FileList(BaseModel):
+class FileList(ApiModel):
     """A page of files."""
 
     object: Literal["list"] = "list"
@@ -56,7 +56,7 @@ class FileList(BaseModel):
     has_more: bool
 
 
-class FileDeleted(BaseModel):
+class FileDeleted(ApiModel):
     """A file that is gone."""
 
     id: str
@@ -77,14 +77,14 @@ class CreateBatchRequest(Body):
     metadata: Metadata | None = None
 
 
-class ListBatchesQuery(BaseModel):
+class ListBatchesQuery(ApiModel):
     """Which batches are listed, the newest first."""
 
     limit: int = Field(default=20, ge=1, le=MAX_LISTED)
     after: Id | None = Field(default=None, description="Id of the batch after which the page begins.")
 
 
-class BatchErrorObject(BaseModel):
+class BatchErrorObject(ApiModel):
     """Why a batch failed; `line` is that of the input file, counted from 1."""
 
     code: str
@@ -93,14 +93,14 @@ class BatchErrorObject(BaseModel):
     param: str | None
 
 
-class BatchErrorList(BaseModel):
+class BatchErrorList(ApiModel):
     """Everything that is wrong with a batch."""
 
     object: Literal["list"] = "list"
     data: list[BatchErrorObject]
 
 
-class RequestCounts(BaseModel):
+class RequestCounts(ApiModel):
     """Requests of a batch: all, and those that ended."""
 
     total: int
@@ -108,7 +108,7 @@ class RequestCounts(BaseModel):
     failed: int
 
 
-class BatchObject(BaseModel):
+class BatchObject(ApiModel):
     """A batch."""
 
     id: str
@@ -164,7 +164,7 @@ class BatchObject(BaseModel):
         )
 
 
-class BatchList(BaseModel):
+class BatchList(ApiModel):
     """A page of batches."""
 
     object: Literal["list"] = "list"
@@ -174,7 +174,7 @@ class BatchList(BaseModel):
     has_more: bool
 
 
-class UploadForm(BaseModel):
+class UploadForm(ApiModel):
     """The form that uploads a file, as `multipart/form-data`."""
 
     purpose: Literal["batch"]

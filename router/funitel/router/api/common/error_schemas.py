@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import is_none
+from funitel.router.api.common.schema_base import ApiModel, is_none
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(ApiModel):
     """Any failure of a native route."""
 
     error: str
@@ -16,7 +16,7 @@ class ErrorResponse(BaseModel):
     estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
 
 
-class OpenAIError(BaseModel):
+class OpenAIError(ApiModel):
     """What went wrong, in OpenAI's words; `param` is the field at fault."""
 
     message: str
@@ -25,7 +25,7 @@ class OpenAIError(BaseModel):
     code: str
 
 
-class OpenAIErrorResponse(BaseModel):
+class OpenAIErrorResponse(ApiModel):
     """Any failure of an OpenAI route that TGI does not have, with OpenAI's status."""
 
     error: OpenAIError
@@ -39,14 +39,14 @@ class TgiOpenAIErrorResponse(OpenAIErrorResponse):
     error_type: str
 
 
-class AnthropicErrorDetail(BaseModel):
+class AnthropicErrorDetail(ApiModel):
     """What went wrong."""
 
     type: str
     message: str
 
 
-class AnthropicErrorResponse(BaseModel):
+class AnthropicErrorResponse(ApiModel):
     """Any failure of these routes, and the event that ends a stream which fails."""
 
     type: Literal["error"] = "error"
@@ -56,7 +56,7 @@ class AnthropicErrorResponse(BaseModel):
     estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
 
 
-class InferflowError(BaseModel):
+class InferflowError(ApiModel):
     """Any failure of Inferflow's route; a status is that of the other native routes."""
 
     text: Literal[""] = ""

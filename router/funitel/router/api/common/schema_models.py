@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from funitel.router.api.common.schema_base import ApiModel
 from funitel.router.fleet.snapshot import FleetModel
 
 STATES = (
@@ -11,7 +12,7 @@ STATES = (
 )
 
 
-class ModelReplica(BaseModel):
+class ModelReplica(ApiModel):
     """One replica of a model."""
 
     id: int
@@ -21,7 +22,7 @@ class ModelReplica(BaseModel):
     pids: list[int] = Field(description="Of its processes, on their machine.")
 
 
-class ModelRecord(BaseModel):
+class ModelRecord(ApiModel):
     """A model that the control plane knows, with its state."""
 
     name: str = Field(description="What clients put into `model`.")

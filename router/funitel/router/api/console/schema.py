@@ -1,12 +1,13 @@
 """Answer records of the console's routes."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from funitel.router.api.common.schema_base import ApiModel
 from funitel.router.api.requests.schema import RequestRecord
 from funitel.router.engine.snapshot import ReplicaState
 
 
-class LiveQuery(BaseModel):
+class LiveQuery(ApiModel):
     """Which samples are wanted."""
 
     since: float = Field(default=0.0, description="Unix time; only later samples are sent.")
@@ -14,7 +15,7 @@ class LiveQuery(BaseModel):
     scheduler: bool = Field(default=False, description="Whether queue, batch, pool and last steps are sent, too.")
 
 
-class ModelNumbers(BaseModel):
+class ModelNumbers(ApiModel):
     """Counts of a model since the router began, and what it does now."""
 
     model_config = ConfigDict(from_attributes=True)
@@ -36,7 +37,7 @@ class ModelSample(ModelNumbers):
     time: float = Field(description="Unix time.")
 
 
-class ReplicaNow(BaseModel):
+class ReplicaNow(ApiModel):
     """A replica."""
 
     replica_id: int
@@ -48,7 +49,7 @@ class ReplicaNow(BaseModel):
     losses: int
 
 
-class LiveModel(BaseModel):
+class LiveModel(ApiModel):
     """A model that is loaded."""
 
     name: str
@@ -62,7 +63,7 @@ class LiveModel(BaseModel):
     )
 
 
-class LiveState(BaseModel):
+class LiveState(ApiModel):
     """All models that are loaded."""
 
     version: str = Field(description="Of funitel.")
@@ -71,7 +72,7 @@ class LiveState(BaseModel):
     requests: list[RequestRecord] | None = Field(default=None, description="Null where they are not asked for.")
 
 
-class EndedRequestRecord(BaseModel):
+class EndedRequestRecord(ApiModel):
     """A request that has ended, without a word of its prompt or answer."""
 
     model_config = ConfigDict(from_attributes=True)
@@ -96,7 +97,7 @@ class EndedRequestRecord(BaseModel):
     first_token_seconds: float | None
 
 
-class EndedRequestList(BaseModel):
+class EndedRequestList(ApiModel):
     """Requests that have ended, the newest first."""
 
     requests: list[EndedRequestRecord]

@@ -4,9 +4,9 @@ import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, RootModel
+from pydantic import BeforeValidator, Field
 
-from funitel.router.api.common.schema_base import U32, Body, ModelBody, Priority, is_none
+from funitel.router.api.common.schema_base import U32, ApiModel, ApiRootModel, Body, ModelBody, Priority, is_none
 from funitel.router.api.openai.schema_completions import GivenPrompt, Prompts, given_prompts
 
 Direction = Literal["Left", "Right", "left", "right"]
@@ -45,7 +45,7 @@ class EmbedAllRequest(PromptedBody):
         return given_prompts(self.inputs)
 
 
-class EmbedAllResponse(RootModel[list[list[list[float]]]]):
+class EmbedAllResponse(ApiRootModel[list[list[list[float]]]]):
     """For each text, in their order, a vector for each of its tokens, special ones included."""
 
 
@@ -58,7 +58,7 @@ class EmbedRequest(EmbedAllRequest):
     )
 
 
-class EmbedResponse(RootModel[list[list[float]]]):
+class EmbedResponse(ApiRootModel[list[list[float]]]):
     """A vector for each text, in their order."""
 
 
@@ -76,7 +76,7 @@ class SimilarityRequest(ModelBody):
     parameters: PromptedBody | None = None
 
 
-class SimilarityResponse(RootModel[list[float]]):
+class SimilarityResponse(ApiRootModel[list[float]]):
     """The cosine between the vectors of the sentence and of each other one, in their order."""
 
 
@@ -89,7 +89,7 @@ class RerankRequest(TruncatingBody):
     return_text: bool = Field(default=False, description="Whether to return the texts too.")
 
 
-class Rank(BaseModel):
+class Rank(ApiModel):
     """One text by its place in the request."""
 
     index: int
@@ -97,7 +97,7 @@ class Rank(BaseModel):
     score: float
 
 
-class RerankResponse(RootModel[list[Rank]]):
+class RerankResponse(ApiRootModel[list[Rank]]):
     """All texts, the best first."""
 
 
@@ -152,7 +152,7 @@ class PredictRequest(TruncatingBody):
         return [item if isinstance(item, str) else item[0] if len(item) == 1 else (item[0], item[1]) for item in items]
 
 
-class Prediction(BaseModel):
+class Prediction(ApiModel):
     """A class and its score; or a token, with its text as the label and its probability as the score."""
 
     score: float
@@ -160,7 +160,7 @@ class Prediction(BaseModel):
     token: int | None = Field(default=None, exclude_if=is_none)
 
 
-class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
+class PredictResponse(ApiRootModel[list[Prediction] | list[list[Prediction]]]):
     """The predictions of a text, the likeliest first; of a batch, a list for each."""
 
 
@@ -190,7 +190,7 @@ class EmbeddingsRequest(Body):
         return given_prompts(self.input)
 
 
-class Embedding(BaseModel):
+class Embedding(ApiModel):
     """One vector, of length 1."""
 
     object: Literal["embedding"] = "embedding"
@@ -198,14 +198,14 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingsUsage(BaseModel):
+class EmbeddingsUsage(ApiModel):
     """Tokens of all texts, special ones included."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingsResponse(BaseModel):
+class EmbeddingsResponse(ApiModel):
     """A vector for each text, in their order."""
 
     object: Literal["list"] = "list"

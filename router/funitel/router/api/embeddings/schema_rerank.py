@@ -3,11 +3,11 @@
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.api.common.field_policy import Unsupported
-from funitel.router.api.common.schema_base import U32, Body, Priority, is_none
+from funitel.router.api.common.schema_base import U32, ApiModel, Body, Priority, is_none
 
 WHOLE = -1  # of `truncate_prompt_tokens`: what the model takes
 
@@ -20,7 +20,7 @@ def _text(value: Any) -> Any:
     return text
 
 
-class RankedDocument(BaseModel):
+class RankedDocument(ApiModel):
     """A document by its text."""
 
     text: str
@@ -73,7 +73,7 @@ class DocumentsRequest(Body):
         return "right" if most is not None or self.truncate_prompt_tokens is not None else None
 
 
-class RankedResult(BaseModel):
+class RankedResult(ApiModel):
     """One document by its place in the request."""
 
     index: int
@@ -81,14 +81,14 @@ class RankedResult(BaseModel):
     relevance_score: float
 
 
-class RerankUsage(BaseModel):
+class RerankUsage(ApiModel):
     """Tokens of all texts, special ones included."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class DocumentsResponse(BaseModel):
+class DocumentsResponse(ApiModel):
     """The best documents, the best first."""
 
     id: str

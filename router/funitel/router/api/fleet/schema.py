@@ -2,13 +2,13 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import ConfigDict, Field
 
-from funitel.router.api.common.schema_base import Body, is_none
+from funitel.router.api.common.schema_base import ApiModel, ApiRootModel, Body, is_none
 from funitel.router.api.common.schema_models import STATES, ModelRecord, ModelReplica
 
 
-class WaitQuery(BaseModel):
+class WaitQuery(ApiModel):
     """Whether the answer comes once the model is ready."""
 
     wait_ready: bool = Field(default=True, description="False answers 202 at once.")
@@ -49,14 +49,14 @@ class LaunchModel(Body):
     model_path: str | None = None
 
 
-class LaunchedModel(BaseModel):
+class LaunchedModel(ApiModel):
     """The model that is launched."""
 
     model_uid: str = Field(description="Its name.")
     model: ModelRecord | None = Field(default=None, exclude_if=is_none)
 
 
-class LaunchProgressAnswer(BaseModel):
+class LaunchProgressAnswer(ApiModel):
     """How far a launch is."""
 
     progress: float = Field(description="0..1 over all stages.")
@@ -66,7 +66,7 @@ class LaunchProgressAnswer(BaseModel):
     error: str | None = None
 
 
-class FleetEvent(BaseModel):
+class FleetEvent(ApiModel):
     """What happened to a model."""
 
     at: float = Field(description="Unix time.")
@@ -74,13 +74,13 @@ class FleetEvent(BaseModel):
     message: str
 
 
-class EventList(BaseModel):
+class EventList(ApiModel):
     """The history of a model, oldest first."""
 
     events: list[FleetEvent]
 
 
-class ReplicaList(BaseModel):
+class ReplicaList(ApiModel):
     """The replicas of a model."""
 
     replicas: list[ModelReplica]
@@ -92,13 +92,13 @@ class ModelInstance(ModelReplica):
     model_name: str
 
 
-class Instances(BaseModel):
+class Instances(ApiModel):
     """The replicas of all models."""
 
     instances: list[ModelInstance]
 
 
-class ModelNameAnswer(BaseModel):
+class ModelNameAnswer(ApiModel):
     """The name of the model that it was about."""
 
     name: str
@@ -128,7 +128,7 @@ class RegisterModel(Body):
     persist: bool = True
 
 
-class RegistrationRecord(BaseModel):
+class RegistrationRecord(ApiModel):
     """A model that is registered."""
 
     model_name: str
@@ -139,11 +139,11 @@ class RegistrationRecord(BaseModel):
     model_description: str
 
 
-class RegistrationList(RootModel[list[RegistrationRecord]]):
+class RegistrationList(ApiRootModel[list[RegistrationRecord]]):
     """The models of a type that are registered."""
 
 
-class RegistrationDefinition(BaseModel):
+class RegistrationDefinition(ApiModel):
     """A registration as it was given, with these fields."""
 
     model_config = ConfigDict(extra="allow")
@@ -153,7 +153,7 @@ class RegistrationDefinition(BaseModel):
     is_builtin: bool
 
 
-class EngineOption(BaseModel):
+class EngineOption(ApiModel):
     """One way to serve a model."""
 
     engine: str
@@ -167,7 +167,7 @@ class EngineOption(BaseModel):
     fits: bool
 
 
-class EngineOptions(BaseModel):
+class EngineOptions(ApiModel):
     """The ways to serve a model, with reasons."""
 
     model: str
@@ -175,7 +175,7 @@ class EngineOptions(BaseModel):
     options: list[EngineOption]
 
 
-class CachedModelRecord(BaseModel):
+class CachedModelRecord(ApiModel):
     """A model on the disk."""
 
     model_name: str
@@ -184,20 +184,20 @@ class CachedModelRecord(BaseModel):
     in_use: bool
 
 
-class CachedModelList(BaseModel):
+class CachedModelList(ApiModel):
     """The models on the disk."""
 
     list: list[CachedModelRecord]
 
 
-class CacheQuery(BaseModel):
+class CacheQuery(ApiModel):
     """Which model to delete from the disk."""
 
     model_name: str
     check: bool = Field(default=False, description="Whether to say only what would go.")
 
 
-class WorkerRecord(BaseModel):
+class WorkerRecord(ApiModel):
     """A machine."""
 
     name: str
@@ -211,13 +211,13 @@ class WorkerRecord(BaseModel):
     is_alive: bool
 
 
-class WorkerList(BaseModel):
+class WorkerList(ApiModel):
     """The machines on which replicas run."""
 
     workers: list[WorkerRecord]
 
 
-class ClusterSupervisor(BaseModel):
+class ClusterSupervisor(ApiModel):
     """The machine of the control plane, in Xinference's shape."""
 
     node_type: Literal["Supervisor"]
@@ -226,7 +226,7 @@ class ClusterSupervisor(BaseModel):
     gpu_vram_total: int = Field(description="Bytes.")
 
 
-class ClusterWorker(BaseModel):
+class ClusterWorker(ApiModel):
     """A machine on which replicas run, in Xinference's shape; memory is in bytes."""
 
     node_type: Literal["Worker"]
@@ -239,5 +239,5 @@ class ClusterWorker(BaseModel):
     mem_used: int
 
 
-class ClusterInfo(RootModel[list[ClusterSupervisor | ClusterWorker]]):
+class ClusterInfo(ApiRootModel[list[ClusterSupervisor | ClusterWorker]]):
     """The machines on which replicas run, the supervisor first."""

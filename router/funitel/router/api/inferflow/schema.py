@@ -2,9 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import ABOVE_0, CLAMPED, F32, MODEL_NAME, U32, Documented, ModelName
+from funitel.router.api.common.schema_base import (
+    ABOVE_0,
+    CLAMPED,
+    F32,
+    MODEL_NAME,
+    U32,
+    ApiModel,
+    Documented,
+    ModelName,
+)
 from funitel.router.api.common.schema_strategies import StrategyFields
 from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.serving.strategies import with_algorithm
@@ -54,7 +63,7 @@ class InferflowRequest(StrategyFields):
         return sampling if self.decoding_alg is None else with_algorithm(sampling, self.decoding_alg)
 
 
-class InferflowAnswer(BaseModel):
+class InferflowAnswer(ApiModel):
     """An answer, or a piece of one."""
 
     text: str

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -36,7 +36,7 @@ from funitel.router.serving.timings import AnswerTimings
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template, text_json
 
-_ANSWER_LIST = TypeAdapter(list[GenerateResponse])
+_ANSWER_LIST = TypeAdapter(list[GenerateResponse], config=ConfigDict(defer_build=True))
 
 
 # Handlers

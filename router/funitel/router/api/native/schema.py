@@ -6,7 +6,7 @@ Knows no HTTP and no limit that depends on settings: those are in `validation`.
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import Field
 
 from funitel.proto.step import FinishReason, GeneratedText, Tokens
 from funitel.router.api.common.schema_base import (
@@ -21,6 +21,8 @@ from funitel.router.api.common.schema_base import (
     U64,
     WITH_TIMINGS,
     WITHIN_0_AND_1,
+    ApiModel,
+    ApiRootModel,
     CachedByTier,
     Documented,
     ModelBody,
@@ -165,7 +167,7 @@ def _finite(logprob: float) -> float | None:
     return logprob if -F32_MAX <= logprob <= F32_MAX else None
 
 
-class PrefillToken(BaseModel):
+class PrefillToken(ApiModel):
     """A prompt token; the first has no log-probability."""
 
     id: int
@@ -179,7 +181,7 @@ class PrefillToken(BaseModel):
         return [cls(id=id, text=text, logprob=_finite(logprob)) for id, text, logprob in rows]
 
 
-class Token(BaseModel):
+class Token(ApiModel):
     """A completion token."""
 
     id: int
@@ -204,7 +206,7 @@ class Token(BaseModel):
 _CACHED = "Prompt tokens that were not computed again, where a tier of the prefix cache lies below the KV pool."
 
 
-class _Ending(BaseModel):
+class _Ending(ApiModel):
     finish_reason: Literal["length", "eos_token", "stop_sequence", "abort"]
     generated_tokens: int
     seed: int | None = Field(description="null unless tokens were sampled.")
@@ -231,7 +233,7 @@ class Details(_SequenceDetails):
     best_of_sequences: list[BestOfSequence] | None = Field(default=None, exclude_if=is_none)
 
 
-class GenerateResponse(BaseModel):
+class GenerateResponse(ApiModel):
     """A completion."""
 
     generated_text: str
@@ -247,7 +249,7 @@ class StreamDetails(_Ending):
     cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_none)
 
 
-class StreamResponse(BaseModel):
+class StreamResponse(ApiModel):
     """One token of a streamed completion; the last has the whole text."""
 
     index: int = Field(description="From 1.")
@@ -257,7 +259,7 @@ class StreamResponse(BaseModel):
     details: StreamDetails | None
 
 
-class SimpleToken(BaseModel):
+class SimpleToken(ApiModel):
     """A token of a text; `start` and `stop` count bytes."""
 
     id: int
@@ -266,24 +268,24 @@ class SimpleToken(BaseModel):
     stop: int
 
 
-class TokenizeResponse(RootModel[list[SimpleToken]]):
+class TokenizeResponse(ApiRootModel[list[SimpleToken]]):
     """The tokens of a text, in order."""
 
 
-class ChatTokenizeResponse(BaseModel):
+class ChatTokenizeResponse(ApiModel):
     """The prompt made of a chat, and its tokens."""
 
     tokenize_response: TokenizeResponse
     templated_text: str
 
 
-class InfoQuery(BaseModel):
+class InfoQuery(ApiModel):
     """Which model a page is about."""
 
     model: str | None = Field(default=None, description=MODEL_NAME)
 
 
-class Info(BaseModel):
+class Info(ApiModel):
     """What is served, and its limits."""
 
     model_id: str
@@ -324,7 +326,7 @@ class Info(BaseModel):
     max_client_texts: int | None = Field(default=None, exclude_if=is_none, description="Texts of a request.")
 
 
-class AnyObject(RootModel[dict[str, Any]]):
+class AnyObject(ApiRootModel[dict[str, Any]]):
     """A JSON object that a standard describes."""
 
 

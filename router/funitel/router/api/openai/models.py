@@ -2,20 +2,20 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.router.adapters.registry import KnownAdapter
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import models_of
-from funitel.router.api.common.schema_base import is_none
+from funitel.router.api.common.schema_base import ApiModel, is_none
 from funitel.router.api.common.schema_models import ModelRecord
 from funitel.router.fleet.models import ServedModel, ServedModels
 from funitel.router.serving.service import Service
 
 
-class Model(BaseModel):
+class Model(ApiModel):
     """The model that is served, or one of its adapters."""
 
     id: str
@@ -65,7 +65,7 @@ class LaunchedModelInfo(ModelRecord, Model):
         return cls.model_validate(openai | known | ModelRecord.fields_of(entry))
 
 
-class ModelList(BaseModel):
+class ModelList(ApiModel):
     """The models that are served."""
 
     object: Literal["list"] = "list"

@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import CachedByTier, is_none
+from funitel.router.api.common.schema_base import ApiModel, CachedByTier, is_none
 from funitel.router.serving.timings import AnswerTimings
 
 
-class TokenLogprob(BaseModel):
+class TokenLogprob(ApiModel):
     """A token with its log-probability and its bytes."""
 
     token: str
@@ -22,20 +22,20 @@ class ContentLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class Logprobs(BaseModel):
+class Logprobs(ApiModel):
     """Log-probabilities of the answer's tokens, the model's own."""
 
     content: list[ContentLogprob]
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(ApiModel):
     """The function a model calls; `arguments` is JSON text, cut off where the answer was."""
 
     name: str
     arguments: str
 
 
-class AnsweredToolCall(BaseModel):
+class AnsweredToolCall(ApiModel):
     """A call of a tool."""
 
     id: str
@@ -43,7 +43,7 @@ class AnsweredToolCall(BaseModel):
     function: CalledFunction
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(ApiModel):
     """The answer; `reasoning` and `reasoning_content`, two names of the same, are what the model thought before it."""
 
     role: Literal["assistant"] = "assistant"
@@ -56,7 +56,7 @@ class AnswerMessage(BaseModel):
     )
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(ApiModel):
     """A token at one place of the prompt; the likeliest has rank 1."""
 
     logprob: float
@@ -68,7 +68,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """At each place of a prompt, its token and the likeliest ones by id; null at the first, and where it is not known."""
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(ApiModel):
     """The answer and why it ended."""
 
     index: int = 0
@@ -78,20 +78,20 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(ApiModel):
     """What is known of the prompt's tokens."""
 
     cached_tokens: int = Field(default=0, description="Tokens that were not computed again.")
     cached_tokens_by_tier: CachedByTier | None = Field(default=None, exclude_if=is_none)
 
 
-class CompletionTokensDetails(BaseModel):
+class CompletionTokensDetails(ApiModel):
     """What is known of the completion's tokens."""
 
     reasoning_tokens: int = 0
 
 
-class Usage(BaseModel):
+class Usage(ApiModel):
     """Tokens of the prompt, and of all the answers."""
 
     prompt_tokens: int
@@ -101,7 +101,7 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
 
 
-class AnswerHead(BaseModel):
+class AnswerHead(ApiModel):
     """What every answer and every chunk begins with."""
 
     id: str
@@ -126,14 +126,14 @@ class ChatCompletion(AnswerHead):
     prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
-class FunctionDelta(BaseModel):
+class FunctionDelta(ApiModel):
     """The name of a called function, once, and more of the JSON text of its arguments."""
 
     name: str | None = Field(default=None, exclude_if=is_none)
     arguments: str
 
 
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(ApiModel):
     """More of a tool call; its first delta has id, type and name."""
 
     index: int
@@ -142,7 +142,7 @@ class ToolCallDelta(BaseModel):
     function: FunctionDelta
 
 
-class Delta(BaseModel):
+class Delta(ApiModel):
     """What a chunk adds to the answer."""
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=is_none)
@@ -153,7 +153,7 @@ class Delta(BaseModel):
     function_call: FunctionDelta | None = Field(default=None, exclude_if=is_none)
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(ApiModel):
     """One step of the answer; the last says why it ended."""
 
     index: int = 0

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest, SuffixNotSupported
-from funitel.router.api.common.schema_base import CLAMPED, U32, is_none
+from funitel.router.api.common.schema_base import CLAMPED, U32, ApiModel, is_none
 from funitel.router.api.openai.schema_answers import AnswerHead, PromptLogprobs, Usage
 from funitel.router.api.openai.schema_sampling import SamplingFields
 from funitel.router.serving.sampling_request import BeamRequest
@@ -122,7 +122,7 @@ def _given(prompt: Any) -> GivenPrompt:
     return GivenPrompt(prompt) if isinstance(prompt, str) else GivenPrompt(ids=tuple(prompt))
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(ApiModel):
     """Lists with an entry for each token of the text; `text_offset` is where it begins, in characters."""
 
     tokens: list[str] = Field(default_factory=list)
@@ -133,7 +133,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(default_factory=list)
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(ApiModel):
     """One text and why it ended; in a stream, more of it, and null until it ends."""
 
     index: int

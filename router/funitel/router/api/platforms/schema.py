@@ -5,9 +5,9 @@ Knows no HTTP. What they carry inside are the bodies of the other routes.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
+from pydantic import Discriminator, Field, Tag
 
-from funitel.router.api.common.schema_base import Body, ModelBody
+from funitel.router.api.common.schema_base import ApiModel, ApiRootModel, Body, ModelBody
 from funitel.router.api.embeddings.schema import (
     EmbedRequest,
     PredictRequest,
@@ -29,7 +29,7 @@ from funitel.router.api.openai.schema_completions import Completion, CompletionC
 
 
 class BareUrlRequest(
-    RootModel[CompatGenerateRequest | EmbedRequest | SimilarityRequest | RerankRequest | PredictRequest]
+    ApiRootModel[CompatGenerateRequest | EmbedRequest | SimilarityRequest | RerankRequest | PredictRequest]
 ):
     """A prompt; of an encoder the body of `/embed`, `/similarity`, `/rerank` or `/predict`."""
 
@@ -37,15 +37,15 @@ class BareUrlRequest(
 # SageMaker: told apart by the field that only one of them has.
 
 
-class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest | CompletionRequest]):
+class SagemakerRequest(ApiRootModel[CompatGenerateRequest | ChatRequest | CompletionRequest]):
     """A body of `/`, `/v1/chat/completions` or `/v1/completions`."""
 
 
-class SagemakerResponse(RootModel[list[GenerateResponse] | ChatCompletion | Completion]):
+class SagemakerResponse(ApiRootModel[list[GenerateResponse] | ChatCompletion | Completion]):
     """What that route answers."""
 
 
-class SagemakerStreamResponse(RootModel[StreamResponse | ChatCompletionChunk | CompletionChunk]):
+class SagemakerStreamResponse(ApiRootModel[StreamResponse | ChatCompletionChunk | CompletionChunk]):
     """An event of what that route streams."""
 
 
@@ -68,7 +68,7 @@ class VertexRequest(ModelBody):
     instances: list[VertexInstance] = Field(description="At least one.")
 
 
-class VertexResponse(BaseModel):
+class VertexResponse(ApiModel):
     """The texts, in the order of the instances."""
 
     predictions: list[str]
@@ -108,7 +108,7 @@ class KserveRequest(Body):
     outputs: list[KserveWanted] = Field(description="One for each input.")
 
 
-class KserveOutput(BaseModel):
+class KserveOutput(ApiModel):
     """One completion, as bytes or as a list of one string: as its prompt came."""
 
     name: str
@@ -117,20 +117,20 @@ class KserveOutput(BaseModel):
     data: list[int] | list[str]
 
 
-class KserveResponse(BaseModel):
+class KserveResponse(ApiModel):
     """The completions, in the order of the outputs."""
 
     id: str
     outputs: list[KserveOutput]
 
 
-class KserveLive(BaseModel):
+class KserveLive(ApiModel):
     """Whether the server, or the model, can be used."""
 
     live: bool
 
 
-class KserveMetadata(BaseModel):
+class KserveMetadata(ApiModel):
     """What a server or a model is, and what it can do."""
 
     name: str

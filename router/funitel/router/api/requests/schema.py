@@ -2,10 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import Field
+
+from funitel.router.api.common.schema_base import ApiModel, ApiRootModel
 
 
-class RequestRecord(BaseModel):
+class RequestRecord(ApiModel):
     """A request that runs, without a word of its prompt or answer."""
 
     object: Literal["request"] = "request"
@@ -19,14 +21,14 @@ class RequestRecord(BaseModel):
     key: str | None = Field(description="The name of its API key.")
 
 
-class RequestList(BaseModel):
+class RequestList(ApiModel):
     """Requests that run, oldest first."""
 
     object: Literal["list"] = "list"
     data: list[RequestRecord]
 
 
-class StreamQuery(BaseModel):
+class StreamQuery(ApiModel):
     """Where a stream is resumed."""
 
     after: int | None = Field(
@@ -34,11 +36,11 @@ class StreamQuery(BaseModel):
     )
 
 
-class StreamEvent(RootModel[dict[str, Any]]):
+class StreamEvent(ApiRootModel[dict[str, Any]]):
     """An event of a stream, as the route of its request sends it."""
 
 
-class AbortedRequest(BaseModel):
+class AbortedRequest(ApiModel):
     """A request that was aborted."""
 
     object: Literal["request.aborted"] = "request.aborted"

@@ -6,10 +6,20 @@ are refused by name unless they ask for nothing; `FieldPolicy` decides on unknow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, ValidationInfo, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, ValidationInfo, model_validator
 
 from funitel.router.api.common.field_policy import FieldPolicy, Unsupported
-from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, Metadata, ModelName, ServiceTier, by_type
+from funitel.router.api.common.schema_base import (
+    CLAMPED,
+    F32,
+    U32,
+    ApiModel,
+    Body,
+    Metadata,
+    ModelName,
+    ServiceTier,
+    by_type,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -391,7 +401,7 @@ class ResponsesRequest(InputTokensRequest):
         return "message.output_text.logprobs" in (self.include or ())
 
 
-class InputItemsQuery(BaseModel):
+class InputItemsQuery(ApiModel):
     """Which items of a stored response to list."""
 
     limit: int = Field(default=20, ge=1, le=100)
@@ -400,7 +410,7 @@ class InputItemsQuery(BaseModel):
     include: list[str] | None = Field(default=None, description="Accepted.")
 
 
-class RetrieveQuery(BaseModel):
+class RetrieveQuery(ApiModel):
     """How to retrieve a stored response."""
 
     stream: bool = Field(default=False, description="Whether to send its events, those to come included.")

@@ -2,15 +2,15 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import Body, CachedByTier, is_none
+from funitel.router.api.common.schema_base import ApiModel, ApiRootModel, Body, CachedByTier, is_none
 from funitel.router.api.responses.schema_request import AnyTool, Choice, Item, Status, TextConfig
 
 # Output items
 
 
-class TokenLogprob(BaseModel):
+class TokenLogprob(ApiModel):
     """A token with its log-probability and its bytes."""
 
     token: str
@@ -24,7 +24,7 @@ class Logprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class OutputText(BaseModel):
+class OutputText(ApiModel):
     """Text of the answer."""
 
     type: Literal["output_text"] = "output_text"
@@ -33,7 +33,7 @@ class OutputText(BaseModel):
     logprobs: list[Logprob] = Field(default_factory=list)
 
 
-class OutputMessage(BaseModel):
+class OutputMessage(ApiModel):
     """The answer."""
 
     id: str
@@ -43,14 +43,14 @@ class OutputMessage(BaseModel):
     content: list[OutputText] = Field(default_factory=list)
 
 
-class ReasoningPart(BaseModel):
+class ReasoningPart(ApiModel):
     """Text of reasoning."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str = ""
 
 
-class OutputReasoning(BaseModel):
+class OutputReasoning(ApiModel):
     """What the model thought before it answered; never summarized."""
 
     id: str
@@ -60,7 +60,7 @@ class OutputReasoning(BaseModel):
     content: list[ReasoningPart] = Field(default_factory=list)
 
 
-class OutputFunctionCall(BaseModel):
+class OutputFunctionCall(ApiModel):
     """A call of a function."""
 
     id: str
@@ -78,7 +78,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
 # The response
 
 
-class InputTokensDetails(BaseModel):
+class InputTokensDetails(ApiModel):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = 0
@@ -86,13 +86,13 @@ class InputTokensDetails(BaseModel):
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(BaseModel):
+class OutputTokensDetails(ApiModel):
     """What the answer's tokens were spent on."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(ApiModel):
     """Tokens of the prompt and of the answer."""
 
     input_tokens: int
@@ -102,14 +102,14 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
-class ResponseError(BaseModel):
+class ResponseError(ApiModel):
     """Why a response failed."""
 
     code: str
     message: str
 
 
-class IncompleteDetails(BaseModel):
+class IncompleteDetails(ApiModel):
     """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
@@ -122,7 +122,7 @@ class ResponseReasoning(Body):
     summary: str | None
 
 
-class ModelResponse(BaseModel):
+class ModelResponse(ApiModel):
     """An answer, and what was asked for it."""
 
     id: str
@@ -162,7 +162,7 @@ class ModelResponse(BaseModel):
         return self.status not in ("queued", "in_progress")
 
 
-class DeletedResponse(BaseModel):
+class DeletedResponse(ApiModel):
     """A response that is stored no more."""
 
     id: str
@@ -170,7 +170,7 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
-class ItemList(BaseModel):
+class ItemList(ApiModel):
     """Items of the conversation a response answered."""
 
     object: Literal["list"] = "list"
@@ -180,7 +180,7 @@ class ItemList(BaseModel):
     has_more: bool
 
 
-class InputTokenCount(BaseModel):
+class InputTokenCount(ApiModel):
     """Tokens of a prompt."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -190,7 +190,7 @@ class InputTokenCount(BaseModel):
 # Events of a stream
 
 
-class _Event(BaseModel):
+class _Event(ApiModel):
     sequence_number: int = Field(default=0, description="From 0, one more with each event.")
 
 
@@ -291,5 +291,5 @@ AnyEvent = (
 )
 
 
-class ResponseStreamEvent(RootModel[AnyEvent]):
+class ResponseStreamEvent(ApiRootModel[AnyEvent]):
     """An event of a streamed response; its name is its type."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from funitel.router.api.responses.event_log import EventLog
 from funitel.router.api.responses.schema_request import AnyItem, Item
 from funitel.router.api.responses.schema_response import ModelResponse, OutputItem
 from funitel.router.core.background_tasks import Tasks
 
-_ITEM: TypeAdapter[Any] = TypeAdapter(AnyItem)
+_ITEM: TypeAdapter[Any] = TypeAdapter(AnyItem, config=ConfigDict(defer_build=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import MODEL_NAME, U32, Body, ModelBody
+from funitel.router.api.common.schema_base import MODEL_NAME, U32, ApiModel, Body, ModelBody
 
 MAX_ITEMS = 1024
 
@@ -17,7 +17,7 @@ class InferRequest(ModelBody):
     )
 
 
-class ModelQuery(BaseModel):
+class ModelQuery(ApiModel):
     """Which model a query is with."""
 
     model: str | None = Field(default=None, description=MODEL_NAME)
@@ -37,7 +37,7 @@ class CommitRequest(ModelBody):
     tokens: Annotated[list[CommittedToken], Field(max_length=MAX_ITEMS)]
 
 
-class AddedQuery(BaseModel):
+class AddedQuery(ApiModel):
     """A query that was added."""
 
     object: Literal["step.query"] = "step.query"
@@ -45,7 +45,7 @@ class AddedQuery(BaseModel):
     prompt_tokens: int
 
 
-class Candidate(BaseModel):
+class Candidate(ApiModel):
     """One of the likeliest tokens of a step."""
 
     token_id: int
@@ -53,7 +53,7 @@ class Candidate(BaseModel):
     logprob: float | None = Field(description="null where the token could not be drawn.")
 
 
-class InferredToken(BaseModel):
+class InferredToken(ApiModel):
     """What a step gave for one query."""
 
     id: int = Field(description="Of the query.")
@@ -64,14 +64,14 @@ class InferredToken(BaseModel):
     is_end: bool = Field(description="Whether the token ends the text.")
 
 
-class InferredTokens(BaseModel):
+class InferredTokens(ApiModel):
     """What a step gave; a query has no result before its prompt is computed."""
 
     object: Literal["list"] = "list"
     data: list[InferredToken]
 
 
-class CommittedTokens(BaseModel):
+class CommittedTokens(ApiModel):
     """How many queries went on, and how many are left."""
 
     object: Literal["step.commit"] = "step.commit"
@@ -79,7 +79,7 @@ class CommittedTokens(BaseModel):
     queries: int
 
 
-class RemovedQuery(BaseModel):
+class RemovedQuery(ApiModel):
     """A query that was removed."""
 
     object: Literal["step.query.removed"] = "step.query.removed"

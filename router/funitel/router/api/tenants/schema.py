@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import Body
+from funitel.router.api.common.schema_base import ApiModel, Body
 
 NAME = "1 to 64 letters, digits or `._@-`, of which the first is a letter or a digit."
 ROLE = "`user`, `operator` or `admin`."
@@ -45,7 +45,7 @@ class NewPassword(Body):
     current_password: str | None = Field(default=None, description="Of a user that changes its own.")
 
 
-class TenantUser(BaseModel):
+class TenantUser(ApiModel):
     """A user."""
 
     name: str
@@ -57,7 +57,7 @@ class TenantUser(BaseModel):
     has_password: bool
 
 
-class TenantUsers(BaseModel):
+class TenantUsers(ApiModel):
     """The users that one may see."""
 
     users: list[TenantUser]
@@ -94,7 +94,7 @@ class ImportedKeys(Body):
     lines: list[str]
 
 
-class ApiKey(BaseModel):
+class ApiKey(ApiModel):
     """A key, without its text."""
 
     id: int
@@ -118,13 +118,13 @@ class ApiKeyWithText(ApiKey):
     key: str
 
 
-class ApiKeys(BaseModel):
+class ApiKeys(ApiModel):
     """The keys that one may see."""
 
     keys: list[ApiKey]
 
 
-class KeysQuery(BaseModel):
+class KeysQuery(ApiModel):
     """Keys of which user."""
 
     user: str | None = None
@@ -138,13 +138,13 @@ class ModelPrice(Body):
     completion: float = Field(ge=0)
 
 
-class ModelPrices(BaseModel):
+class ModelPrices(ApiModel):
     """The prices of models."""
 
     prices: list[ModelPrice]
 
 
-class UsageQuery(BaseModel):
+class UsageQuery(ApiModel):
     """Days of UTC, both included, and a user."""
 
     first: str | None = None
@@ -152,7 +152,7 @@ class UsageQuery(BaseModel):
     user: str | None = None
 
 
-class UsageRow(BaseModel):
+class UsageRow(ApiModel):
     """What was used of a model with a key on a day."""
 
     day: str
@@ -167,7 +167,7 @@ class UsageRow(BaseModel):
     cost: float
 
 
-class UsageList(BaseModel):
+class UsageList(ApiModel):
     """Usage by day, user, key and model."""
 
     first: str
@@ -175,7 +175,7 @@ class UsageList(BaseModel):
     usage: list[UsageRow]
 
 
-class AuditQuery(BaseModel):
+class AuditQuery(ApiModel):
     """Which rows of the audit."""
 
     limit: int | None = None
@@ -184,7 +184,7 @@ class AuditQuery(BaseModel):
     object: str | None = None
 
 
-class AuditEntry(BaseModel):
+class AuditEntry(ApiModel):
     """A change of state, or the try of one."""
 
     place: int
@@ -200,7 +200,7 @@ class AuditEntry(BaseModel):
     status: int | None = Field(description="Null where the change began and its end is not known.")
 
 
-class AuditList(BaseModel):
+class AuditList(ApiModel):
     """Rows of the audit, newest first."""
 
     audit: list[AuditEntry]
@@ -213,7 +213,7 @@ class Login(Body):
     password: str
 
 
-class SessionState(BaseModel):
+class SessionState(ApiModel):
     """The session of a browser; `user` is null where it has none."""
 
     has_users: bool = Field(default=True, description="Whether the server was started with `--users`.")

@@ -1,8 +1,8 @@
 """Request and answer records of vLLM's routes for tokens and adapters, `/version` and `/load`."""
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import Field
 
-from funitel.router.api.common.schema_base import MODEL_NAME, U32, Body
+from funitel.router.api.common.schema_base import MODEL_NAME, U32, ApiModel, ApiRootModel, Body
 from funitel.router.api.native.schema import GenerateRequest, TokenizeResponse
 from funitel.router.api.openai.schema_chat import ChatRequest
 
@@ -25,11 +25,11 @@ class TokenizeChat(ChatRequest):
     return_token_strs: bool | None = Field(default=None, description=WITH_STRINGS)
 
 
-class TokenizeBody(RootModel[GenerateRequest | TokenizePrompt | TokenizeChat]):
+class TokenizeBody(ApiRootModel[GenerateRequest | TokenizePrompt | TokenizeChat]):
     """TGI's body, which has `inputs`, or one of vLLM's."""
 
 
-class Tokenized(BaseModel):
+class Tokenized(ApiModel):
     """The tokens of a prompt, and how many the model can take with its answer."""
 
     count: int
@@ -38,7 +38,7 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
-class TokenizeAnswer(RootModel[TokenizeResponse | Tokenized]):
+class TokenizeAnswer(ApiRootModel[TokenizeResponse | Tokenized]):
     """TGI's answer to TGI's body, or vLLM's to one of vLLM's."""
 
 
@@ -49,19 +49,19 @@ class DetokenizeRequest(Body):
     tokens: list[U32]
 
 
-class DetokenizeResponse(BaseModel):
+class DetokenizeResponse(ApiModel):
     """The text of some tokens, special ones included."""
 
     prompt: str
 
 
-class ServerVersion(BaseModel):
+class ServerVersion(ApiModel):
     """The version of the server."""
 
     version: str
 
 
-class ServerLoad(BaseModel):
+class ServerLoad(ApiModel):
     """How many requests are in flight, those that wait among them."""
 
     server_load: int
