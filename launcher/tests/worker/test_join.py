@@ -18,7 +18,7 @@ from funitel.launcher.settings.worker_port import WorkerPortSettings
 from funitel.launcher.worker.settings import WorkerSettings
 from funitel.launcher.worker_wire.handshake import MAX_BODY_BYTES, Url
 from funitel.proto.errors import SettingsError
-from funitel.proto.version import version
+from funitel.proto.process.version import version
 from funitel_testing.certificates import Authority, Files
 from funitel_testing.machines.plane import Plane, eventually, is_alive
 

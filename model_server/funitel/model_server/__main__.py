@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import typer
-import uvloop
 
 from funitel.model_server.device.cpu_affinity import pin
 from funitel.model_server.device.torch_import import import_torch, imports_kept
@@ -140,13 +139,13 @@ def serve(settings: ModelServerSettings) -> None:
     end_with_launcher(settings.exit_with_parent, settings.deployment_file)  # a thread, pinned too
     with imports_kept():
         import_torch()
-        from funitel.model_server.rpc.serve import serve as serve_rank  # with torch: a second that --help does without
+        from funitel.model_server.rpc.serve import run as serve_rank  # with torch: a second that --help does without
 
     with ExitStack() as stack:
         if settings.otlp_endpoint is not None:
             facts = {"funitel.rank": settings.rank}
             stack.callback(export(settings.otlp_endpoint, settings.otlp_service_name, **facts))
-        failure = uvloop.run(serve_rank(settings))  # half of what asyncio's own loop costs a step
+        failure = serve_rank(settings)
     if failure is not None:
         raise failure
 

@@ -59,8 +59,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-import grpc
-
 from funitel.proto.printable import printable, shortened
 
 MAX_CHARACTERS = 2000
@@ -77,7 +75,7 @@ class FunitelError(Exception):
     openai_code: ClassVar[str] = ""  # OpenAI's code, if it has one
     anthropic_type: ClassVar[str] = ""  # Anthropic's type, if the status alone does not determine it
     prefix: ClassVar[str] = ""
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    grpc_status: ClassVar[str] = "INTERNAL"  # name of a grpc.StatusCode; gRPC itself takes a launcher 70 ms to import
     metric: ClassVar[str] = "generation"
     exit_code: ClassVar[int] = 1  # of a process that it ends
     retry_after: ClassVar[bool] = False
@@ -116,7 +114,7 @@ class InvalidRequest(FunitelError):
     http_status = 422
     error_type = "validation"
     prefix = "Input validation error: "
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    grpc_status = "INVALID_ARGUMENT"
     metric = "validation"
 
     def __init__(self, message: str, param: str | None = None, code: str = "") -> None:
@@ -211,7 +209,7 @@ class Unauthorized(FunitelError):
     http_status = 401
     openai_code = "invalid_api_key"
     error_type = "unauthorized"
-    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    grpc_status = "UNAUTHENTICATED"
     metric = "validation"
 
 
@@ -221,7 +219,7 @@ class Forbidden(FunitelError):
     http_status = 403
     openai_code = "insufficient_permissions"
     error_type = "forbidden"
-    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    grpc_status = "PERMISSION_DENIED"
     metric = "validation"
 
 
@@ -232,7 +230,7 @@ class RateLimited(FunitelError):
     openai_code = "rate_limit_exceeded"
     anthropic_type = "rate_limit_error"
     error_type = "rate_limited"
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
     metric = "rate_limited"
     retry_after = True
 
@@ -248,7 +246,7 @@ class QuotaExceeded(FunitelError):
     openai_code = "insufficient_quota"
     anthropic_type = "rate_limit_error"
     error_type = "quota_exceeded"
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
     metric = "rate_limited"
 
     def __init__(self, message: str, limit: str = "") -> None:
@@ -261,7 +259,7 @@ class NotFound(FunitelError):
 
     http_status = 404
     error_type = "not_found"
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    grpc_status = "NOT_FOUND"
     metric = "validation"
 
 
@@ -270,7 +268,7 @@ class Gone(FunitelError):
 
     http_status = 410
     error_type = "gone"
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    grpc_status = "NOT_FOUND"
     metric = "validation"
 
 
@@ -286,7 +284,7 @@ class Conflict(FunitelError):
 
     http_status = 409
     error_type = "conflict"
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
     metric = "validation"
 
 
@@ -296,7 +294,7 @@ class LaunchFailed(FunitelError):
     http_status = 503
     retry_after = True
     error_type = "launch_failed"
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
 
 
 class LaunchCancelled(FunitelError):
@@ -304,7 +302,7 @@ class LaunchCancelled(FunitelError):
 
     http_status = 499
     error_type = "launch_cancelled"
-    grpc_status = grpc.StatusCode.CANCELLED
+    grpc_status = "CANCELLED"
 
 
 class DoesNotFit(FunitelError):
@@ -312,7 +310,7 @@ class DoesNotFit(FunitelError):
 
     http_status = 507
     error_type = "does_not_fit"
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class Overloaded(FunitelError):
@@ -324,7 +322,7 @@ class Overloaded(FunitelError):
     http_status = 429
     error_type = "overloaded"
     prefix = "Model is overloaded"
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
     metric = "overloaded"
     retry_after = True
 
@@ -343,7 +341,7 @@ class DeadlineExceeded(FunitelError):
     http_status = 504
     error_type = "timeout"
     prefix = "Request timed out: "
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    grpc_status = "DEADLINE_EXCEEDED"
     metric = "timeout"
 
 
@@ -353,7 +351,7 @@ class NotReady(FunitelError):
     http_status = 503
     error_type = "healthcheck"
     prefix = "unhealthy: "
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
     retry_after = True
 
 
@@ -382,7 +380,7 @@ class Cancelled(FunitelError):
 
     http_status = 499
     error_type = "cancelled"
-    grpc_status = grpc.StatusCode.CANCELLED
+    grpc_status = "CANCELLED"
     metric = "dropped"
 
 
@@ -401,13 +399,13 @@ class ShardFailed(FunitelError):
     http_status = 424
     error_type = "generation"
     prefix = "Request failed during generation: "
-    grpc_status = grpc.StatusCode.INTERNAL
+    grpc_status = "INTERNAL"
 
 
 class ShardUnsound(ShardFailed):
     """A shard answers but must not be used again: it gave an impossible answer, hangs, or has lost other ranks."""
 
-    grpc_status = grpc.StatusCode.DATA_LOSS
+    grpc_status = "DATA_LOSS"
 
 
 class WrongState(FunitelError):
@@ -415,7 +413,7 @@ class WrongState(FunitelError):
 
     http_status = 409
     error_type = "conflict"
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class StorageFailed(FunitelError):
@@ -431,19 +429,19 @@ class StepFailed(FunitelError):
     http_status = 424
     error_type = "generation"
     prefix = "Request failed during generation: "
-    grpc_status = grpc.StatusCode.ABORTED
+    grpc_status = "ABORTED"
 
 
 class UnknownBatch(StepFailed):
     """A call names a batch, or a request of it, that the shard does not hold. INTERNAL, as TGI's shards answer."""
 
-    grpc_status = grpc.StatusCode.INTERNAL
+    grpc_status = "INTERNAL"
 
 
 class ResourceExhausted(StepFailed):
     """Out of memory in a step; its memory was freed, and a smaller step may fit."""
 
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class SlotsLost(StepFailed):
@@ -464,7 +462,7 @@ class StartupError(FunitelError):
     Messages quote names from foreign files: characters that cannot be printed are escaped.
     """
 
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

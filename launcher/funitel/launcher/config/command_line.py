@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
@@ -15,6 +14,7 @@ import typer
 from funitel.launcher.config.config_file import FLAGS, ConfigFile, read_config
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
+from funitel.proto.process.version import version
 from funitel.proto.settings.command import SettingsCommand
 from funitel.proto.settings.fields import as_command
 from funitel.proto.settings.options import usage_message
@@ -193,14 +193,7 @@ def _with_version(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _version() -> str:
-    try:
-        return version("funitel")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"funitel {_version()}")
+        print(f"funitel {version()}")
         raise typer.Exit

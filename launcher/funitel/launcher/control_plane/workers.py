@@ -28,7 +28,7 @@ from funitel.launcher.worker_wire.messages import (
     check_worker_name,
 )
 from funitel.proto.errors import FunitelError, SettingsError
-from funitel.proto.version import version
+from funitel.proto.process.version import version
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from funitel.launcher.executors.interface import ReplicaJob
 from funitel.launcher.machine.rank_flags import flags_to_send
 from funitel.launcher.worker_wire.messages import Prepare, Prepared, Start
 from funitel.proto.errors import StartupError
-from funitel.proto.version import version
+from funitel.proto.process.version import version
 
 BUSY_FACTOR = 10  # times the step timeout, which the router extends for first and long steps
 

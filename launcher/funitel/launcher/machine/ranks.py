@@ -14,8 +14,8 @@ from funitel.launcher.machine.shard_process import ShardProcess
 from funitel.launcher.worker_wire.messages import JobState, Prepare, Prepared, RankState, Start
 from funitel.proto.errors import StartupError
 from funitel.proto.process.python import module_command
+from funitel.proto.process.version import version
 from funitel.proto.security.tls import MutualTls
-from funitel.proto.version import version
 
 LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -18,8 +18,8 @@ from funitel.launcher.worker_wire.link import Link
 from funitel.launcher.worker_wire.messages import PROTOCOL, Hello
 from funitel.proto.process.python import module_command
 from funitel.proto.process.usable_cores import count_usable_cores
+from funitel.proto.process.version import version
 from funitel.proto.settings.fields import require
-from funitel.proto.version import version
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,27 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from funitel.model_server.files.gguf_pointer import GROUPED, HALVES, GgufEntry, check_pointer, part_paths
 from funitel.model_server.quantized.block_types import BlockType
 from funitel.proto.errors import UnsupportedModel, WeightsError
+from funitel.proto.process.deferred_module import deferred
 from funitel.proto.process.usable_cores import count_usable_cores
+
+if TYPE_CHECKING:
+    import gguf
+else:
+    gguf = deferred("gguf")  # a fifth of a second to import; the engine computes on most types of blocks as they are
 
 Range = tuple[int, int]
 Bytes = npt.NDArray[np.uint8]
 
-_NUMBERS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
+_NUMBERS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "F64": np.dtype("<f8")}
 _CHUNK_ELEMENTS = 1 << 20  # that one thread makes at a time: what it works in stays in its caches
 _SAFETENSORS_NAMES = {"F16": "F16", "BF16": "BF16"}  # other values are float32
 
@@ -102,8 +108,7 @@ class GgufTensor:
         self.place = f"{file.path}: tensor {entry.name}"
         shape = entry.shape if place is None else entry.shape[1:]
         self.file_shape = shape
-        kind = GGMLQuantizationType[entry.kind]
-        self._block_inputs, self._block_bytes = GGML_QUANT_SIZES[kind]
+        self._block_inputs, self._block_bytes = _block_sizes(entry.kind)
         if shape[-1] % self._block_inputs:
             raise WeightsError(f"{self.place} has rows of {shape[-1]}, no multiple of {self._block_inputs}")
         self.num_bytes = prod(shape) // self._block_inputs * self._block_bytes
@@ -234,21 +239,31 @@ def has_nan_scale(kind: BlockType, rows: Bytes) -> bool:
     return False
 
 
+def _block_sizes(kind: str) -> tuple[int, int]:
+    """Inputs and bytes of a block of a type."""
+    if kind in BlockType.__members__:
+        return BlockType[kind].num_inputs, BlockType[kind].num_bytes
+    if kind in _NUMBERS:
+        return 1, _NUMBERS[kind].itemsize
+    sizes: tuple[int, int] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return sizes
+
+
 def dequantise(kind: str, rows: Bytes, place: str = "a tensor") -> npt.NDArray[np.float32]:
     """The float32 values that rows of blocks stand for: [rows, inputs]; the work is shared by all usable cores.
 
     Raises:
         UnsupportedModel: the library cannot read the type.
     """
-    number = GGMLQuantizationType[kind]
-    block_inputs, block_bytes = GGML_QUANT_SIZES[number]
+    number = gguf.GGMLQuantizationType[kind]
+    block_inputs, block_bytes = _block_sizes(kind)
     num_inputs = rows.shape[1] // block_bytes * block_inputs
     values = np.empty((len(rows), num_inputs), np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(num_inputs, 1))
 
     def make(start: int) -> None:
         with np.errstate(all="ignore"):  # scales that are no numbers
-            values[start : start + step] = dequantize(np.ascontiguousarray(rows[start : start + step]), number)
+            values[start : start + step] = gguf.dequantize(np.ascontiguousarray(rows[start : start + step]), number)
 
     starts = range(0, len(rows), step)
     try:

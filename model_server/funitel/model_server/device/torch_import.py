@@ -7,13 +7,14 @@ asked of one executes it.
 
 import gc
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from funitel.proto.process.deferred_module import DeferredModule, DeferringLoader, execute
 
 if TYPE_CHECKING:
     import torch
@@ -23,52 +24,35 @@ DEFERRED = frozenset(
     for name in (
         "_meta_registrations",
         "ao",
+        "compiler",
         "distributed._meta_registrations",
         "distributions",
         "export",
+        "fx.passes",
         "masked",
+        "multiprocessing",
+        "nn.attention",
         "nn.intrinsic",
         "nn.qat",
         "nn.quantizable",
         "nn.quantized",
+        "nn.utils",
         "optim",
         "profiler",
         "quantization",
         "testing",
+        "utils.data",
     )
 )
 _WITH_EFFECTS = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 """Those that nothing names where it needs them: they register the shapes of results with torch's dispatcher."""
-_EXECUTING = threading.RLock()
-
-
-class _Deferred(ModuleType):
-    """A module that is executed at the first attribute it does not have yet."""
-
-    def __getattr__(self, name: str) -> Any:
-        execute(self)
-        if isinstance(self, _Deferred):  # it is being executed, by this thread
-            raise AttributeError(f"partially initialized module {self.__name__!r} has no attribute {name!r}")
-        return getattr(self, name)
-
-
-class _DeferringLoader:
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader  # of the module itself
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self.loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__class__ = _Deferred
 
 
 class _DeferringFinder:
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in DEFERRED else None
         if spec is not None and spec.loader is not None:
-            loader: Any = _DeferringLoader(spec.loader)
+            loader: Any = DeferringLoader(spec.loader)
             spec.loader = loader
         return spec
 
@@ -88,7 +72,7 @@ def import_torch() -> None:
 def register_shapes() -> None:
     """Execute what registers the shapes of results: for models that torch traces, or makes on the meta device."""
     for name in _WITH_EFFECTS:
-        if isinstance(module := sys.modules.get(name), _Deferred):
+        if isinstance(module := sys.modules.get(name), DeferredModule):
             execute(module)
 
 
@@ -97,25 +81,6 @@ def seeded_generator(seed: int, device: "torch.device | str" = "cpu") -> "torch.
     import_module("torch._prims.rng_prims")  # registers it
     generator: torch.Generator = import_module("torch").Generator(device)
     return generator.manual_seed(seed)
-
-
-def execute(module: ModuleType) -> None:
-    """Execute a module that was deferred; another thread waits until it is executed."""
-    with _EXECUTING:
-        spec = module.__spec__
-        if spec is None or not isinstance(spec.loader, _DeferringLoader):
-            return  # another thread has executed it, or this one does
-        deferring = spec.loader
-        with ExitStack() as undo:  # what fails is deferred again
-            undo.callback(_use_loader, module, spec, deferring)
-            _use_loader(module, spec, deferring.loader)
-            deferring.loader.exec_module(module)
-            undo.pop_all()
-        module.__class__ = ModuleType
-
-
-def _use_loader(module: ModuleType, spec: ModuleSpec, loader: Any) -> None:
-    module.__loader__ = spec.loader = loader
 
 
 @contextmanager

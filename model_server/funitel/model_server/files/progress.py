@@ -6,11 +6,15 @@ Stdout stays free for results, so a caller may pipe it. A program that asks for 
 import json
 import sys
 import time
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
+from funitel.proto.process.deferred_module import deferred
+
+if TYPE_CHECKING:
+    from rich import console as rich_console
+    from rich import progress as rich_progress
+else:
+    rich_console, rich_progress = deferred("rich.console"), deferred("rich.progress")  # a shard has no terminal
 
 _BAR_WIDTH = 30
 _REPORT_SECONDS = 0.1  # at least, between two lines about the same work
@@ -50,24 +54,9 @@ class Progress:
         self._total_bytes = max(total_bytes, 1)
         self._unit = unit
         self._stream = sys.stderr if stream is None else stream
-        console = Console(file=self._stream, force_terminal=self._stream.isatty())
-        self._is_terminal = console.is_terminal and not console.is_dumb_terminal
-        columns = [TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn()]
-        columns += [DownloadColumn()] if unit is None else [MofNCompleteColumn(), TextColumn(unit, markup=False)]
-        # Stdout is not redirected: it has the result of the work, also where the bar was never finished.
-        self._bar = Bar(
-            *columns,
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._bar.add_task(label, total=self._total_bytes)
+        self._bar = self._begun_bar() if self._stream.isatty() else None
         self._percent_shown = -1
         self._reported_at = 0.0
-        if self._is_terminal:
-            self._bar.start()
-            console.show_cursor(True)  # work that fails does not come back to the bar
         self._show()
 
     def advance(self, num_bytes: int) -> None:
@@ -82,8 +71,32 @@ class Progress:
     def finish(self) -> None:
         """Show one hundred percent, whatever was counted, and end the line."""
         self.update(self._total_bytes)
-        if self._is_terminal:
+        if self._bar is not None:
             self._bar.stop()
+
+    def _begun_bar(self) -> "rich_progress.Progress | None":
+        """A bar on a terminal; None where that cannot move its cursor."""
+        console = rich_console.Console(file=self._stream, force_terminal=True)
+        if console.is_dumb_terminal:
+            return None
+        counted = rich_progress.DownloadColumn() if self._unit is None else rich_progress.MofNCompleteColumn()
+        unit = [] if self._unit is None else [rich_progress.TextColumn(self._unit, markup=False)]
+        # Stdout is not redirected: it has the result of the work, also where the bar was never finished.
+        bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(_BAR_WIDTH),
+            rich_progress.TaskProgressColumn(),
+            counted,
+            *unit,
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        bar.add_task(self._label, total=self._total_bytes)
+        bar.start()
+        console.show_cursor(True)  # work that fails does not come back to the bar
+        return bar
 
     def _show(self) -> None:
         done = min(self.done_bytes, self._total_bytes)
@@ -94,12 +107,12 @@ class Progress:
                 report(self._label, done, self._total_bytes)
             return
         percent = 100 * done // self._total_bytes
-        percent -= 0 if self._is_terminal else percent % 10
+        percent -= 0 if self._bar is not None else percent % 10
         if percent == self._percent_shown:
             return
         self._percent_shown = percent
-        if self._is_terminal:
-            self._bar.update(self._task, completed=done, refresh=True)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, refresh=True)
         else:
             total = f"{self._total_bytes / 1e6:.1f} MB" if self._unit is None else f"{self._total_bytes:,} {self._unit}"
             print(f"{self._label}: {percent}% of {total}", file=self._stream, flush=True)

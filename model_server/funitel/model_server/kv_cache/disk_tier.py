@@ -23,8 +23,8 @@ from funitel.model_server.kv_cache.pool import KVCache, check_slots
 from funitel.model_server.kv_cache.slot_file import KEY_BYTES, SlotFile, SlotLayout
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError
+from funitel.proto.process.version import version
 from funitel.proto.step import BlockCopy, StoredBlock
-from funitel.proto.version import version
 
 logger = logging.getLogger(__name__)
 

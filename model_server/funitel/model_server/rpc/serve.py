@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from funitel.model_server.device.memory import within_memory
 from funitel.model_server.engines.llama_cpp.load import load_llama_cpp
 from funitel.model_server.executor.executor import Executor
@@ -96,6 +98,11 @@ class CallServer:
 
 
 STOP_GRACE_SECONDS = 5.0
+
+
+def run(settings: ModelServerSettings) -> FunitelError | None:
+    """`serve` in a loop of uvloop, which costs a step half of what asyncio's own does."""
+    return uvloop.run(serve(settings))
 
 
 async def serve(settings: ModelServerSettings) -> FunitelError | None:

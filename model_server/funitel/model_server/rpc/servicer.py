@@ -19,7 +19,7 @@ from funitel.model_server.device.memory import is_out_of_memory, process_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.rpc.dispatcher import Dispatcher, Q, R, ReplyCallbacks
-from funitel.model_server.rpc.tracing import TracedCalls
+from funitel.model_server.rpc.tracing import TracedCalls, status_of
 from funitel.proto import encoder_wire, generate_pb2_grpc, wire
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, StartupError, StepFailed, translating
@@ -81,7 +81,7 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
 
 async def abort(context: Context, error: FunitelError) -> NoReturn:
     """End a call with the gRPC status of an error."""
-    await context.abort(error.grpc_status, error.message)
+    await context.abort(status_of(error), error.message)
     raise AssertionError("abort raises")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from funitel.model_server.rpc.dispatcher import Dispatcher, ReplyCallbacks
-from funitel.model_server.rpc.tracing import CallSpans, open_spans
+from funitel.model_server.rpc.tracing import CallSpans, open_spans, status_of
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
 from funitel.proto.process.private_socket import bind_private
@@ -123,11 +123,11 @@ class StepConnection(FrameProtocol):
         self._reply(Frame(call_id, OK, message.SerializeToString()))
 
     def _fail(self, call_id: int, spans: CallSpans, error: FunitelError) -> None:
-        spans.fail(error, error.grpc_status)
+        spans.fail(error, status_of(error))
         self._refuse(call_id, error)
 
     def _refuse(self, call_id: int, error: FunitelError) -> None:
-        self._reply(Frame(call_id, error.grpc_status.value[0], error.message.encode()))
+        self._reply(Frame(call_id, status_of(error).value[0], error.message.encode()))
 
     def _reply(self, frame: Frame) -> None:
         if self in self._server.connections:

@@ -17,6 +17,11 @@ from funitel.proto.tracing.spans import Attribute
 SERVICE = "generate.v3.TextGenerationService"
 
 
+def status_of(error: FunitelError) -> grpc.StatusCode:
+    """The status that ends a call with an error."""
+    return grpc.StatusCode[error.grpc_status]
+
+
 class CallSpans:
     """The spans of one call: a step may be made for several traced requests."""
 
@@ -47,7 +52,7 @@ class CallSpans:
         """End them where the call has raised: what `abort` raises comes from the error it was given."""
         cause = error if error is None or isinstance(error, FunitelError) else error.__context__
         if isinstance(cause, FunitelError):
-            self.fail(cause, cause.grpc_status)
+            self.fail(cause, status_of(cause))
         elif isinstance(error, Exception):
             self.fail(error, grpc.StatusCode.UNKNOWN)
         elif error is not None:

@@ -3,11 +3,15 @@
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-import grpc
+from typing import TYPE_CHECKING, NoReturn
 
 from funitel.proto.errors import SettingsError
+from funitel.proto.process.deferred_module import deferred
+
+if TYPE_CHECKING:
+    import grpc
+else:
+    grpc = deferred("grpc")
 
 
 class _Encrypted(Exception):
@@ -111,12 +115,12 @@ class MutualTls:
             raise SettingsError("--shard-tls-cert, --shard-tls-key and --shard-tls-ca need each other: give all three")
         return cls(Pair(cert, key, "--shard-tls"), ca)
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
+    def channel_credentials(self) -> "grpc.ChannelCredentials":
         """Credentials of a router; raises SettingsError for an invalid file."""
         ca, key, cert = self._contents()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> "grpc.ServerCredentials":
         """Credentials of a shard; raises as `channel_credentials`."""
         ca, key, cert = self._contents()
         return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)

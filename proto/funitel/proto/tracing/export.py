@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from funitel.proto.errors import SettingsError, translating
 from funitel.proto.extras import check_extra
+from funitel.proto.process.version import version
 from funitel.proto.tracing import spans
-from funitel.proto.version import version
 
 EXPORT_SECONDS = 5.0  # timeout of one batch
 END_SECONDS = 1.5  # timeout of the remaining spans at the end of the process

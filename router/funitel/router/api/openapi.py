@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
 
-from funitel.proto.version import version
+from funitel.proto.process.version import version
 from funitel.router.console.assets import HEADERS
 from funitel.router.middleware.operation import PATH_PARAMETER, ModelUse, Operation
 

@@ -11,7 +11,7 @@ from urllib.parse import urljoin
 import httpcore
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.version import version
+from funitel.proto.process.version import version
 from funitel.router.media.addresses import AllowedDomains, FetchTarget, NotFetched, Resolve, checked_addresses, resolve
 from funitel.router.media.interface import MediaSource
 from funitel.router.sandbox.fair_semaphore import FairSemaphore

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.proto.process.version import version
 from funitel.proto.settings.fields import require
-from funitel.proto.version import version
 from funitel.router.adapters.registry import AdapterRegistry
 from funitel.router.audio.service import AudioService
 from funitel.router.core.drain import SHUTTING_DOWN, Drain

@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import NotFound
-from funitel.proto.version import version
+from funitel.proto.process.version import version
 from funitel.router.api.common.body import json_answer, query_of
 from funitel.router.api.common.handler import models_of
 from funitel.router.api.common.visibility import visible_keys, visible_owners

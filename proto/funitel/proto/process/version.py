@@ -1,7 +1,14 @@
 """The installed version of funitel."""
 
 from functools import cache
-from importlib import metadata
+from typing import TYPE_CHECKING
+
+from funitel.proto.process.deferred_module import deferred
+
+if TYPE_CHECKING:
+    from importlib import metadata
+else:
+    metadata = deferred("importlib.metadata")  # it imports email's modules: 20 to 30 ms
 
 
 @cache
