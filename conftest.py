@@ -84,7 +84,10 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "test_beam_search_is_that_of_transformers_in_company_preempted_and_after_a_crash": ("2",),
     },
     "integration-tests/test_disk_tier.py": {"test_a_restart_and_damage_change_no_text": ("2",)},
-    "integration-tests/test_equality.py": {"test_greedy_tokens_equal_transformers": ("1",)},
+    "integration-tests/test_equality.py": {
+        "test_greedy_tokens_equal_transformers": ("1",),
+        "test_logprobs_equal_transformers": ("2",),
+    },
     "integration-tests/test_held_rows.py": {
         "test_a_router_with_other_settings_waits_for_no_rank": ("tensor parallel",),
         "test_tokens_are_those_of_an_undisturbed_run": ("stages",),

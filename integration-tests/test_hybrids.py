@@ -102,6 +102,7 @@ async def test_tokens_do_not_depend_on_the_cache_or_on_who_shares_a_step(launch:
         assert shared.metrics()["funitel_prefix_cache_hit_tokens_total"] - before > len(turns[-2])
 
 
+@pytest.mark.slow
 async def test_a_quarter_of_the_pool_is_enough(launch: Any, tiny: Path, figures: dict[str, object]) -> None:
     # Prompts are scanned one after the other, so fewer enter in a step, and the pool is full less often.
     small = await quarter_of_the_pool(launch, ("--model-id", str(tiny)), 160, "hybrid", figures, least_use=0.7)

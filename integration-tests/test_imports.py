@@ -38,7 +38,6 @@ PURE_STDLIB = {
 }
 
 GRPC_RIMS = {
-    "funitel.proto.errors",  # each error names its status
     "funitel.proto.generate_pb2_grpc",
     "funitel.proto.security.tls",
     "funitel.router.shard_client.rank",

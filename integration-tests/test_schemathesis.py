@@ -17,7 +17,7 @@ from funitel_testing.servers import Server, serving
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
-SHORT = ("--phases", "fuzzing", "--max-examples", "6", "--generation-deterministic")
+SHORT = ("--phases", "fuzzing", "--max-examples", "4", "--generation-deterministic")
 FULL = ("--phases", "coverage,fuzzing", "--max-examples", "60")
 MIN_CASES, MIN_CASES_FULL = 250, 5000
 

@@ -75,6 +75,7 @@ def _distinct_trigrams(ids: list[int]) -> float:
     return len(set(zip(ids, ids[1:], ids[2:], strict=False))) / (len(ids) - 2)
 
 
+@pytest.mark.slow
 async def test_b6_fsd_repeats_less_than_greedy(demo_model: Path, tmp_path: Path, figures: dict[str, object]) -> None:
     """Twenty continuations by the demo model; FSD is the same twice over, randomized FSD with a seed too."""
     prompts = [f"{subject} {verb}" for subject in ("The old man", "A river", "Our school", "Snow") for verb in VERBS]

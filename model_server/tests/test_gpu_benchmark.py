@@ -256,6 +256,7 @@ def test_decoding_and_a_prompt() -> None:
     assert all(line.measured > 0 for line in found.values())
 
 
+@pytest.mark.slow
 def test_a_mixture_in_kernels_and_by_the_loop() -> None:
     found = measured("experts", mixture_rows=(2,), repeats=1, context=4, mixture_prompt=4)
     assert found["experts_used"].name == "experts in triton"

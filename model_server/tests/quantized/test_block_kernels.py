@@ -117,6 +117,7 @@ def test_rows_of_codes_keep_their_bases(tmp_path: Path) -> None:
     assert torch.equal(codes.rows(3, 9).dequantize(torch.float32), codes.dequantize(torch.float32)[3:9])
 
 
+@pytest.mark.slow
 def test_the_kernel_check_has_bases_too() -> None:
     pytest.importorskip("triton")
     from funitel.model_server.quantized.matmul_kernels import TritonProducts

@@ -324,9 +324,8 @@ BYTES_OF_GROUPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "names", [("a16w8", "a16w8_g-1"), pytest.param(tuple(BYTES_OF_GROUPS), marks=pytest.mark.slow)], ids=len
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("a16w8", "a16w8_g-1"), tuple(BYTES_OF_GROUPS)], ids=len)
 def test_groups_with_zeros_predict_as_well_as_they_should(demo_model: Path, names: tuple[str, ...]) -> None:
     """8 bits within 1 % of float32, 4 bits in groups of 64 within 40 %; memory is that of the formula."""
     if "avx2" not in cpu_flags():
