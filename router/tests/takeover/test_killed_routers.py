@@ -49,7 +49,7 @@ class Routers:
         with self.log.open("wb") as log:
             command = [sys.executable, dying_routers.__file__, path]
             self._forking = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_env()
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_env(), process_group=0
             )
         self._pid = 0
 
@@ -72,9 +72,10 @@ class Routers:
 
     def close(self) -> None:
         """End all of it."""
-        self.kill()
         assert self._forking.stdin is not None
         assert self._forking.stdout is not None
+        # One that has not handed over yet would serve on without the keeper.
+        os.killpg(self._forking.pid, signal.SIGKILL)
         self._forking.stdin.close()
         self._forking.stdout.close()
         self._forking.wait()
