@@ -110,3 +110,18 @@ def test_the_example_names_the_variable_and_not_the_key() -> None:
     assert "Authorization" not in plain
     assert '-H "Authorization: Bearer $API_KEY" ' in keyed
     assert "sesame" not in keyed
+
+
+def test_to_read_flags_and_variables_nothing_is_imported_that_takes_long() -> None:
+    """A launcher starts the shard after that, and every program reads flags."""
+    code = (
+        "import sys; from funitel.launcher.__main__ import main\n"
+        "sys.argv = ['funitel', '--model-id', '/nowhere', '--num-shard', '1', '--max-batch-size', 'many']\n"
+        "try: main()\n"
+        "finally: print(*sorted({'grpc._cython', 'pydantic', 'torch', 'sqlalchemy', 'importlib.metadata._adapters'}"
+        " & {*sys.modules}))"
+    )
+    variables = {"PYTHONPATH": ":".join(filter(None, sys.path)), "MAX_CONCURRENT_REQUESTS": "7"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
+    assert "'many' is not a valid integer" in ended.stderr, ended.stderr
+    assert ended.stdout == "\n"
