@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from funitel.proto.process.deferred_module import DeferredModule, DeferringLoader, execute
+from funitel.proto.process.deferred_module import DeferredModule, defer, execute
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,7 @@ class _DeferringFinder:
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in DEFERRED else None
         if spec is not None and spec.loader is not None:
-            loader: Any = DeferringLoader(spec.loader)
-            spec.loader = loader
+            defer(spec)
         return spec
 
 

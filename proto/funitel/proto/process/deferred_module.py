@@ -40,6 +40,12 @@ class DeferringLoader:
         module.__class__ = DeferredModule
 
 
+def defer(spec: ModuleSpec) -> None:
+    """Let the module that a spec describes be executed at its first use."""
+    loader: Any = DeferringLoader(spec.loader)
+    spec.loader = loader
+
+
 def deferred(name: str) -> Any:
     """A module by its name, executed at its first use; its package is executed now.
 
@@ -51,10 +57,9 @@ def deferred(name: str) -> Any:
     spec = find_spec(name)
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    loader: Any = DeferringLoader(spec.loader)
-    spec.loader = loader
+    defer(spec)
     module = sys.modules[name] = module_from_spec(spec)
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     package, _, last = name.rpartition(".")
     if package:
         setattr(sys.modules[package], last, module)  # as an import does

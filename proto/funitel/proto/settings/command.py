@@ -156,7 +156,7 @@ class _Coercion:
             return [self.parse(item) for item in value] if is_list else self.parse(value)
         if not isinstance(value, str):
             return value
-        param._runtime_param = None  # the variable of a switch: typer's own words are true and false
+        param._runtime_param = None  # the variable of a switch: typer reads its words
         return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
 
 
@@ -167,7 +167,7 @@ def _without_pydantic(params: list[Any]) -> list[Any]:
     """
     for param in params:
         descriptor = getattr(param, "type_descriptor", None)
-        if descriptor is None or isinstance(getattr(param, "_runtime_param", None), _Coercion):
+        if descriptor is None:
             continue
         kind, parse = descriptor.annotation, descriptor.parameter_info.parser
         if get_origin(kind) is list:
